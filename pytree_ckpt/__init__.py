@@ -1,0 +1,82 @@
+"""Sharded checkpoints of JAX pytrees, verified on every load.
+
+Everything public is here, and is imported when it is first used: a manifest can be read without
+importing JAX or TensorStore.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytree_ckpt.errors import (
+        CheckpointError,
+        Damage,
+        ExistsError,
+        FormatError,
+        IntegrityError,
+        Mismatch,
+        MismatchError,
+        NotFoundError,
+        PeerTimeoutError,
+        UnsupportedLeafError,
+    )
+    from pytree_ckpt.format.manifest import Manifest
+    from pytree_ckpt.format.per_process import PerProcess
+    from pytree_ckpt.options import LoadOptions, SaveOptions
+    from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray, read_manifest
+    from pytree_ckpt.verbs.checkpoint import open_checkpoint as open
+    from pytree_ckpt.verbs.load import load
+    from pytree_ckpt.verbs.save import save
+    from pytree_ckpt.verbs.steps import latest_step, step_path, steps
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Damage",
+    "ExistsError",
+    "FormatError",
+    "IntegrityError",
+    "LoadOptions",
+    "Manifest",
+    "Mismatch",
+    "MismatchError",
+    "NotFoundError",
+    "PeerTimeoutError",
+    "PerProcess",
+    "SaveOptions",
+    "StoredArray",
+    "UnsupportedLeafError",
+    "latest_step",
+    "load",
+    "open",
+    "read_manifest",
+    "save",
+    "step_path",
+    "steps",
+]
+
+_HOME = {
+    "open": ("verbs.checkpoint", "open_checkpoint"),
+    **dict.fromkeys(("Checkpoint", "StoredArray", "read_manifest"), ("verbs.checkpoint", None)),
+    **dict.fromkeys(("load",), ("verbs.load", None)),
+    **dict.fromkeys(("save",), ("verbs.save", None)),
+    **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
+    **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
+    "Manifest": ("format.manifest", None),
+    "PerProcess": ("format.per_process", None),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOME.get(name, ("errors", None))
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,110 @@
+"""What can go wrong, grouped by what the caller would do next.
+
+Every error of this library is a `CheckpointError`, and also the built-in error that fits.
+Failures of the storage itself (a full disk, a folder without write permission) are `OSError`s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+MismatchKind = Literal[
+    "sharding",
+    "memory kind",
+    "process count",
+    "shape",
+    "dtype",
+    "key impl",
+    "kind",
+    "missing",
+    "extra",
+    "structure",
+    "divisibility",
+    "devices",
+    "mesh",
+]
+DamageKind = Literal["digest", "missing", "unreadable", "extra", "link", "size", "metadata"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """One way in which a request does not fit a checkpoint."""
+
+    path: str
+    kind: MismatchKind
+    text: str
+    saved: str | None = None
+    wanted: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path or '(root)'}  {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One place where the bytes of a checkpoint are not what its manifest says."""
+
+    path: str | None
+    kind: DamageKind
+    text: str
+    file: str | None = None
+    chunk: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class CheckpointError(Exception):
+    """Base of all errors that this library raises on purpose."""
+
+
+class MismatchError(CheckpointError, ValueError):
+    """The request does not fit the checkpoint; `mismatches` has every reason, not the first."""
+
+    def __init__(self, mismatches: Sequence[Mismatch], *, leaves: int, remedy: str) -> None:
+        self.mismatches = tuple(mismatches)
+        self.remedy = remedy
+        count = len({m.path for m in mismatches})
+        verb = "does" if count == 1 else "do"
+        lines = [f"{count} of {max(leaves, count)} leaves {verb} not fit the target"]
+        lines += [f"  {m}" for m in mismatches]
+        super().__init__("\n".join([*lines, remedy]))
+
+
+class IntegrityError(CheckpointError):
+    """The bytes on storage are not what the manifest says; `damage` lists where."""
+
+    def __init__(self, damage: Sequence[Damage], *, note: str = "") -> None:
+        self.damage = tuple(damage)
+        super().__init__("\n".join([*(str(d) for d in damage), *([note] if note else [])]))
+
+
+class FormatError(CheckpointError, ValueError):
+    """A file is not a checkpoint file, is of a version that this release cannot read, or lies."""
+
+
+class UnsupportedLeafError(CheckpointError, TypeError):
+    """Leaves that cannot be saved or asked for, each with its path; nothing was written."""
+
+    def __init__(self, leaves: Sequence[tuple[str, str]]) -> None:
+        self.leaves = tuple(leaves)
+        count = f"{len(leaves)} leaves" if len(leaves) != 1 else "1 leaf"
+        lines = [f"{count} cannot be stored in a checkpoint"]
+        lines += [f"  {path or '(root)'}  {reason}" for path, reason in leaves]
+        super().__init__("\n".join(lines))
+
+
+class NotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at this path."""
+
+
+class ExistsError(CheckpointError, FileExistsError):
+    """There is a checkpoint at this path, and `overwrite=True` was not given."""
+
+
+class PeerTimeoutError(CheckpointError, TimeoutError):
+    """Other processes did not answer before the deadline; `missing` has their indices."""
+
+    def __init__(self, message: str, *, missing: Sequence[int]) -> None:
+        self.missing = tuple(missing)
+        super().__init__(message)

@@ -1,0 +1,1 @@
+"""What a checkpoint is: pure data, no JAX, no TensorStore, no files."""

@@ -1,0 +1,253 @@
+"""Tables: what one process wrote, shard by shard, with the digest of every chunk."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pytree_ckpt.errors import FormatError
+from pytree_ckpt.format import wire
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Grid
+from pytree_ckpt.format.parse import Reader
+
+Ints = npt.NDArray[np.int64]
+DIGEST_NBYTES: Mapping[str, int] = {"sha256": 32, "xxh3_128": 16}
+
+
+def _no_rows() -> Ints:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Shards in ascending order of (leaf, shard), and the digests of their chunks in C order.
+
+    `offset` is the first byte of a packed shard in the packed array; for arrays it is empty.
+    """
+
+    leaf: Ints = field(default_factory=_no_rows)
+    shard: Ints = field(default_factory=_no_rows)
+    offset: Ints = field(default_factory=_no_rows)
+    digests: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.leaf) != len(self.shard) or len(self.offset) not in (0, len(self.leaf)):
+            raise ValueError("the columns of a table differ in length")
+        if len(self.leaf) and min(self.leaf.min(), self.shard.min()) < 0:
+            raise ValueError("a table has a negative index")
+        same = self.leaf[1:] == self.leaf[:-1]
+        rising = np.where(same, self.shard[1:] > self.shard[:-1], self.leaf[1:] > self.leaf[:-1])
+        if not rising.all():
+            raise ValueError("the rows of a table are not in order")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Extent of a packed array in bytes, and of its zarr shards and chunks."""
+
+    nbytes: int
+    shard_nbytes: int
+    chunk_nbytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chunk_nbytes <= self.shard_nbytes or self.nbytes < 1:
+            raise ValueError(f"bad extent of a packed array: {self}")
+        if self.shard_nbytes % self.chunk_nbytes or self.nbytes % self.chunk_nbytes:
+            raise ValueError(f"chunks do not divide a packed array: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """All that one process wrote. `per_process` has its own values by leaf index."""
+
+    process: int
+    arrays: Rows
+    packed_rows: Rows
+    packed: Packed | None
+    per_process: Mapping[int, Any]
+
+    def __post_init__(self) -> None:
+        if self.process < 0:
+            raise ValueError("a table has a negative process index")
+        if (self.packed is None) != (len(self.packed_rows.leaf) == 0):
+            raise ValueError("a table has packed shards without a packed array, or the reverse")
+        if self.packed and len(self.packed_rows.offset) != len(self.packed_rows.leaf):
+            raise ValueError("a table has packed shards without offsets")
+        if len(self.arrays.offset):
+            raise ValueError("a table has offsets for shards that are not packed")
+
+
+def to_bytes(table: Table) -> tuple[bytes, bytes]:
+    """The file of a table, and its id."""
+    packed = table.packed
+    return wire.seal(
+        "table",
+        {
+            "process": table.process,
+            "arrays": _rows_to_wire(table.arrays),
+            "packed_rows": _rows_to_wire(table.packed_rows),
+            "packed": [packed.nbytes, packed.shard_nbytes, packed.chunk_nbytes] if packed else None,
+            "per_process": [[leaf, value] for leaf, value in sorted(table.per_process.items())],
+        },
+    )
+
+
+def _rows_to_wire(rows: Rows) -> dict[str, Any]:
+    return {
+        "leaf": rows.leaf.astype("<u4").tobytes(),
+        "shard": rows.shard.astype("<u8").tobytes(),
+        "offset": rows.offset.astype("<u8").tobytes(),
+        "digests": rows.digests,
+    }
+
+
+def from_bytes(data: bytes, *, what: str) -> tuple[Table, bytes]:
+    """A table and its id.
+
+    Raises:
+        FormatError: The file is not a table, or its content breaks a rule of the format.
+    """
+    content, digest = wire.unseal("table", data, what=what)
+    with Reader.errors(what):
+        reader = Reader(content, what)
+        packed = reader.optional_ints("packed", 3)
+        table = Table(
+            process=reader.integer("process"),
+            arrays=_rows_from_wire(Reader(reader.mapping("arrays"), what)),
+            packed_rows=_rows_from_wire(Reader(reader.mapping("packed_rows"), what)),
+            packed=Packed(nbytes=packed[0], shard_nbytes=packed[1], chunk_nbytes=packed[2])
+            if packed
+            else None,
+            per_process=_pairs(reader.list("per_process"), what),
+        )
+    return table, digest
+
+
+def _rows_from_wire(reader: Reader) -> Rows:
+    return Rows(
+        leaf=reader.column("leaf", "<u4"),
+        shard=reader.column("shard", "<u8"),
+        offset=reader.column("offset", "<u8"),
+        digests=reader.binary("digests"),
+    )
+
+
+def _pairs(items: Sequence[Any], what: str) -> dict[int, Any]:
+    out: dict[int, Any] = {}
+    for item in items:
+        match item:
+            case [int() as leaf, value] if leaf not in out:
+                out[leaf] = value
+            case _:
+                raise FormatError(f"{what} has a bad list of values")
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """Where a shard is and what its chunks hash to."""
+
+    process: int
+    offset: int | None
+    digests: bytes
+
+
+class ShardIndex:
+    """Every shard of a checkpoint, found by (leaf, shard); built from all tables at once.
+
+    Construction is the coverage check: each shard of each array leaf is in exactly one table.
+
+    Raises:
+        FormatError: A shard is missing, written twice, or not of this checkpoint; a table has
+            too many or too few digests.
+    """
+
+    __slots__ = ("_base", "_digest_nbytes", "_first", "_process", "_row", "_tables")
+
+    def __init__(
+        self, specs: Sequence[ArraySpec | None], tables: Sequence[Table], *, digest: str
+    ) -> None:
+        self._tables = tables
+        self._digest_nbytes = DIGEST_NBYTES[digest]
+        counts = [0 if spec is None else spec.num_shards for spec in specs]
+        total = sum(counts)
+        rows = sum(len(t.arrays.leaf) + len(t.packed_rows.leaf) for t in tables)
+        if rows != total:
+            raise FormatError(f"the tables have {rows} shards, the manifest has {total}")
+        self._base = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))]).astype(np.int64)
+        self._process = np.full(total, -1, np.int64)
+        self._row = np.zeros(total, np.int64)
+        self._first = np.zeros(total, np.int64)
+        for at, table in enumerate(tables):
+            self._enter(specs, at, table.arrays, packed=None)
+            self._enter(specs, at, table.packed_rows, packed=table.packed)
+        if (self._process < 0).any():
+            missing = int(np.argmax(self._process < 0))
+            raise FormatError(f"no table has shard number {missing} of {total}")
+
+    def _enter(
+        self, specs: Sequence[ArraySpec | None], at: int, rows: Rows, *, packed: Packed | None
+    ) -> None:
+        if not len(rows.leaf):
+            if rows.digests:
+                raise FormatError("a table has digests of no shard")
+            return
+        leaf = rows.leaf
+        if leaf.max() >= len(self._base) - 1:
+            raise FormatError("a table names a leaf that the manifest does not have")
+        if (rows.shard >= self._base[leaf + 1] - self._base[leaf]).any():
+            raise FormatError("a table names a shard that its leaf does not have")
+        chunks = np.empty(len(leaf), np.int64)
+        wanted = "array" if packed is None else "packed"
+        starts = np.flatnonzero(np.r_[True, leaf[1:] != leaf[:-1]])
+        for start, stop in zip(starts, np.r_[starts[1:], len(leaf)], strict=True):
+            spec = specs[int(leaf[start])]
+            if spec is None or spec.storage != wanted:
+                raise FormatError(f"a table lists leaf {int(leaf[start])} as {wanted}")
+            shards = rows.shard[start:stop]
+            chunks[start:stop] = chunk_counts(spec, shards)
+            if packed is not None:
+                _check_packed(spec, shards, rows.offset[start:stop], packed)
+        if int(chunks.sum()) * self._digest_nbytes != len(rows.digests):
+            raise FormatError("a table does not have one digest for each chunk")
+        where = self._base[leaf] + rows.shard
+        if (self._process[where] >= 0).any():
+            raise FormatError("a shard is in two tables")
+        self._process[where] = at
+        self._row[where] = np.arange(len(leaf))
+        self._first[where] = np.cumsum(chunks) - chunks
+
+    def entry(self, leaf: int, shard: int, spec: ArraySpec) -> ShardEntry:
+        """Place and digests of one shard."""
+        where = int(self._base[leaf]) + shard
+        at = int(self._process[where])
+        table = self._tables[at]
+        rows = table.packed_rows if spec.storage == "packed" else table.arrays
+        size = self._digest_nbytes
+        first = int(self._first[where]) * size
+        if spec.storage == "packed":
+            offset = int(rows.offset[self._row[where]])
+            return ShardEntry(table.process, offset, rows.digests[first : first + size])
+        count = Grid(spec.shards.box(shard).shape, spec.chunk_shape).size
+        return ShardEntry(table.process, None, rows.digests[first : first + count * size])
+
+
+def chunk_counts(spec: ArraySpec, shards: Ints) -> Ints:
+    """Number of chunks in each of these shards."""
+    if all(e % s == 0 for e, s in zip(spec.shape, spec.shard_shape, strict=True)):
+        return np.full(len(shards), spec.chunks_per_shard, np.int64)
+    grid = spec.shards
+    return np.asarray(
+        [Grid(grid.box(int(s)).shape, spec.chunk_shape).size for s in shards], np.int64
+    )
+
+
+def _check_packed(spec: ArraySpec, shards: Ints, offsets: Ints, packed: Packed) -> None:
+    grid = spec.shards
+    for shard, offset in zip(shards, offsets, strict=True):
+        nbytes = grid.box(int(shard)).size * spec.itemsize
+        if not 0 <= offset <= packed.nbytes - nbytes:
+            raise FormatError("a packed shard lies outside its packed array")

@@ -1,0 +1,122 @@
+"""The structure of a pytree without its leaves, as data.
+
+Nodes are listed in preorder, so that a tree of any depth is three flat columns.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pytree_ckpt.format.paths import Key, Path
+
+NodeKind = Literal["leaf", "none", "dict", "ordereddict", "list", "tuple", "namedtuple", "custom"]
+NODE_KINDS: tuple[NodeKind, ...] = (
+    "leaf",
+    "none",
+    "dict",
+    "ordereddict",
+    "list",
+    "tuple",
+    "namedtuple",
+    "custom",
+)
+MAX_DEPTH = 256
+"""Deepest nesting of containers that is saved or read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Preorder columns: the kind of each node, its number of children, its key in its parent.
+
+    The root's key is None.
+
+    Example:
+        >>> Tree(("dict", "leaf"), (1, 0), (None, Key("str", "w"))).leaf_paths()
+        [(Key(kind='str', value='w'),)]
+    """
+
+    kinds: tuple[NodeKind, ...]
+    counts: tuple[int, ...]
+    keys: tuple[Key | None, ...]
+
+    def __post_init__(self) -> None:
+        if not self.kinds or not len(self.kinds) == len(self.counts) == len(self.keys):
+            raise ValueError("the columns of a tree differ in length")
+        open_nodes: list[tuple[int, set[tuple[bool, str | int]]]] = []
+        for at, (kind, count, key) in enumerate(
+            zip(self.kinds, self.counts, self.keys, strict=True)
+        ):
+            if (key is None) != (at == 0) or (at > 0 and not open_nodes):
+                raise ValueError("a tree has one root")
+            if count < 0 or (count and kind in ("leaf", "none")):
+                raise ValueError(f"a {kind} has {count} children")
+            if key is not None:
+                left, seen = open_nodes[-1]
+                mark = (isinstance(key.value, str), key.value)
+                if mark in seen:
+                    raise ValueError(f"a container has the key {key.value!r} twice")
+                seen.add(mark)
+                open_nodes[-1] = (left - 1, seen)
+            open_nodes.append((count, set()))
+            if len(open_nodes) > MAX_DEPTH:
+                raise ValueError(f"containers are nested deeper than {MAX_DEPTH}")
+            while open_nodes and open_nodes[-1][0] == 0:
+                open_nodes.pop()
+        if open_nodes:
+            raise ValueError("a tree ends before its last container is full")
+
+    @property
+    def num_leaves(self) -> int:
+        return self.kinds.count("leaf")
+
+    def walk(self) -> Iterator[tuple[Path, NodeKind]]:
+        """Every node with its path, in preorder."""
+        stack: list[tuple[Path, int]] = []
+        for kind, count, key in zip(self.kinds, self.counts, self.keys, strict=True):
+            path: Path = () if key is None else (*stack[-1][0], key)
+            if key is not None:
+                stack[-1] = (stack[-1][0], stack[-1][1] - 1)
+            yield path, kind
+            stack.append((path, count))
+            while stack and stack[-1][1] == 0:
+                stack.pop()
+
+    def leaf_paths(self) -> list[Path]:
+        """The paths of the leaves, in order."""
+        return [path for path, kind in self.walk() if kind == "leaf"]
+
+    def empties(self) -> dict[Path, str]:
+        """Nodes that hold nothing: None, and containers without children, by path."""
+        counts = iter(self.counts)
+        return {
+            path: family(kind)
+            for (path, kind), count in zip(self.walk(), counts, strict=True)
+            if kind != "leaf" and count == 0
+        }
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The tree in builtin containers; nodes of classes become dicts of their fields."""
+        nodes = iter(zip(self.kinds, self.counts, self.keys, strict=True))
+        values = iter(leaves)
+
+        def node() -> tuple[Key | None, Any]:
+            kind, count, key = next(nodes)
+            if kind == "leaf":
+                return key, next(values)
+            if kind == "none":
+                return key, None
+            children = [node() for _ in range(count)]
+            if kind in ("list", "tuple"):
+                items = [child for _, child in children]
+                return key, items if kind == "list" else tuple(items)
+            pairs = [(k.value, child) for k, child in children if k is not None]
+            return key, OrderedDict(pairs) if kind == "ordereddict" else dict(pairs)
+
+        return node()[1]
+
+
+def family(kind: NodeKind) -> str:
+    """Containers that a load takes for one another have one family name."""
+    names: Mapping[str, str] = {"ordereddict": "dict", "namedtuple": "custom"}
+    return names.get(kind, kind)

@@ -1,0 +1,1 @@
+"""The only place that knows JAX: pytrees, shardings and devices to plain data and back."""

@@ -1,0 +1,87 @@
+"""Verified host memory to arrays on devices, many at a time."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import SingleDeviceSharding
+
+from pytree_ckpt.format.boxes import Box, Shape, whole
+from pytree_ckpt.jaxio import keys
+from pytree_ckpt.jaxio.shardings import box_of
+
+Array = npt.NDArray[Any]
+
+
+class Layout:
+    """The distinct boxes of a sharding in this process, and the devices that hold each."""
+
+    __slots__ = ("_holders", "boxes", "places")
+
+    def __init__(self, sharding: Any, shape: Shape) -> None:
+        numbers: dict[Box, int] = {}
+        self.places: list[tuple[int, SingleDeviceSharding]] = []
+        index_map = sharding.addressable_devices_indices_map(shape)
+        for device, index in index_map.items():
+            box = whole(shape) if index is None else box_of(index, shape)
+            number = numbers.setdefault(box, len(numbers))
+            kind = sharding.memory_kind
+            self.places.append((number, SingleDeviceSharding(device, memory_kind=kind)))
+        self.boxes = tuple(numbers)
+        self._holders: list[list[tuple[int, Any]]] = [[] for _ in numbers]
+        for at, (number, place) in enumerate(self.places):
+            self._holders[number].append((at, place))
+
+    def holders(self, box: int) -> list[tuple[int, Any]]:
+        """Position among the local devices, and placement, of each device that holds a box."""
+        return self._holders[box]
+
+
+def put(buffers: Sequence[Array], places: Sequence[Any]) -> list[jax.Array]:
+    """One call for all transfers; returns when the buffers may be let go.
+
+    On CPU an aligned buffer becomes the array without a copy, so it must not be written again.
+    A place of None is the default device, without commitment to it.
+    """
+    if not buffers:
+        return []
+    arrays: list[jax.Array] = jax.device_put(list(buffers), list(places))
+    return jax.block_until_ready(arrays)
+
+
+def replicate(buffer: Array, sharding: Any) -> jax.Array:
+    """A small array, whole on every device of a sharding."""
+    array: jax.Array = jax.device_put(buffer, sharding)
+    return array
+
+
+def assemble(shape: Shape, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
+    """A global array from its shards in the order of the local devices."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
+
+
+def finish(array: jax.Array, *, key_impl: str | None, weak_type: bool) -> jax.Array:
+    """Keys from key data; the weak type that a Python scalar gave an array."""
+    if key_impl is not None:
+        return keys.wrap(array, key_impl)
+    if weak_type and not array.weak_type:
+        # No public function makes an array of any shape weakly typed.
+        from jax._src.lax.lax import _convert_element_type
+
+        weak: jax.Array = _convert_element_type(array, weak_type=True)
+        return weak
+    return array
+
+
+def scalar_of(kind: str, value: Any) -> Any:
+    """A Python number of this kind."""
+    types: Mapping[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
+    return types[kind](value)
+
+
+def cast(buffer: Array, dtype: np.dtype[Any]) -> Array:
+    """Elements in another dtype, by numpy's rules; infinities stand for what does not fit."""
+    with np.errstate(all="ignore"):
+        return buffer.astype(dtype)

@@ -1,0 +1,145 @@
+"""JAX shardings to plain data and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from pytree_ckpt.format.boxes import Box, Grid, Shape
+from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Single, Spec, Tiled
+
+
+class UnsupportedShardingError(ValueError):
+    """A sharding that has no plain form; the message says why."""
+
+
+def describe(sharding: Any, shape: Shape) -> Sharding:
+    """The plain form of a sharding on concrete devices.
+
+    Raises:
+        UnsupportedShardingError: Axis names that are not text, unreduced axes, or boxes that
+            make no regular grid.
+    """
+    if isinstance(sharding, NamedSharding):
+        return Named(
+            mesh=describe_mesh(sharding.mesh),
+            spec=_spec(sharding.spec),
+            memory_kind=_memory_kind(sharding, sharding.mesh.devices.flat[0]),
+        )
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return Single(device_id=device.id, memory_kind=_memory_kind(sharding, device))
+    return _tiled(sharding, shape)
+
+
+def describe_mesh(mesh: Any) -> Mesh:
+    """The plain form of a concrete mesh."""
+    if not all(isinstance(name, str) for name in mesh.axis_names):
+        raise UnsupportedShardingError(f"mesh axis names {mesh.axis_names} are not all strings")
+    types = getattr(mesh, "axis_types", None) or ("Auto",) * len(mesh.axis_names)
+    return Mesh(
+        axis_names=tuple(mesh.axis_names),
+        axis_sizes=tuple(map(int, mesh.devices.shape)),
+        axis_types=tuple(t.name if hasattr(t, "name") else str(t) for t in types),
+        device_ids=tuple(d.id for d in mesh.devices.flat),
+    )
+
+
+def _spec(spec: PartitionSpec) -> Spec:
+    if getattr(spec, "unreduced", None):
+        raise UnsupportedShardingError(f"{spec} is unreduced: its shards are partial sums")
+    entries: list[tuple[str, ...]] = []
+    for entry in spec:
+        if entry is None:
+            entries.append(())
+        elif isinstance(entry, str):
+            entries.append((entry,))
+        elif isinstance(entry, tuple):
+            entries.append(tuple(entry))
+        else:
+            raise UnsupportedShardingError(f"{spec} has an entry that is not an axis")
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def _memory_kind(sharding: Any, device: Any) -> str | None:
+    """The memory kind, None for the default of the device."""
+    kind = sharding.memory_kind
+    return None if kind is None or kind == device.default_memory().kind else str(kind)
+
+
+def _tiled(sharding: Any, shape: Shape) -> Tiled:
+    """A sharding of another class by the boxes it makes."""
+    name = type(sharding).__name__
+    where = sharding.devices_indices_map(shape)
+    boxes = {device: box_of(index, shape) for device, index in where.items()}
+    first = min(boxes.values(), key=lambda box: box.start)
+    cell = tuple(max(extent, 1) for extent in first.shape)
+    grid = Grid(shape, cell)
+    numbers = {box: number for number, box in enumerate(grid.boxes())}
+    if any(box not in numbers for box in boxes.values()) and 0 not in shape:
+        raise UnsupportedShardingError(f"{name} cuts {shape} into parts that make no regular grid")
+    devices = sorted(boxes, key=lambda device: int(device.id))
+    return Tiled(
+        name=name,
+        cell=cell,
+        cells=tuple(numbers.get(boxes[d], 0) for d in devices),
+        device_ids=tuple(d.id for d in devices),
+        memory_kind=_memory_kind(sharding, devices[0]),
+    )
+
+
+def box_of(index: Sequence[slice], shape: Shape) -> Box:
+    """A box from an index of slices, as JAX's index maps give it."""
+    pairs = [s.indices(extent)[:2] for s, extent in zip(index, shape, strict=True)]
+    return Box(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
+
+def rebuild_mesh(mesh: Mesh) -> jax.sharding.Mesh | None:
+    """The saved mesh on the devices at hand, None if there are not enough of them.
+
+    Devices are found by id; where ids differ, a mesh of all devices takes them in JAX's order.
+    """
+    devices = jax.devices()
+    by_id = {device.id: device for device in devices}
+    if all(number in by_id for number in mesh.device_ids):
+        chosen = [by_id[number] for number in mesh.device_ids]
+    elif len(devices) == len(mesh.device_ids):
+        chosen = devices
+    else:
+        return None
+    kinds = {kind.name: kind for kind in jax.sharding.AxisType}
+    types = tuple(kinds.get(name, jax.sharding.AxisType.Auto) for name in mesh.axis_types)
+    grid = np.asarray(chosen, dtype=object).reshape(mesh.axis_sizes)
+    return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=types)
+
+
+def rebuild_spec(spec: Spec) -> PartitionSpec:
+    """The partition spec of a plain spec."""
+    return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in spec))
+
+
+def named(mesh: jax.sharding.Mesh, sharding: Named) -> NamedSharding:
+    """A saved spec and memory kind on a mesh.
+
+    Raises:
+        ValueError: The mesh lacks an axis of the spec, or the devices that kind of memory.
+    """
+    return NamedSharding(mesh, rebuild_spec(sharding.spec), memory_kind=sharding.memory_kind)
+
+
+def ambient_mesh() -> jax.sharding.Mesh | None:
+    """The concrete mesh of `jax.set_mesh`, None outside of one."""
+    get_mesh = getattr(jax.sharding, "get_mesh", None)
+    if get_mesh is None:  # JAX before 0.9 has no public name for it
+        from jax._src.mesh import get_concrete_mesh as get_mesh
+    mesh = get_mesh()
+    return None if mesh is None or mesh.empty else mesh
+
+
+def is_abstract(sharding: Any) -> bool:
+    """Whether a sharding names no devices."""
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)

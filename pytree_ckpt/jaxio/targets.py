@@ -1,0 +1,218 @@
+"""The target of a load as plain data, and the JAX objects that the plain data stands for."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from pytree_ckpt.errors import Mismatch, UnsupportedLeafError
+from pytree_ckpt.format import dtypes
+from pytree_ckpt.format.manifest import Leaf
+from pytree_ckpt.format.paths import to_text
+from pytree_ckpt.format.per_process import PerProcess
+from pytree_ckpt.format.shardings import Named, Sharding, Single
+from pytree_ckpt.format.trees import Tree
+from pytree_ckpt.jaxio import keys, shardings, trees
+from pytree_ckpt.plan.compare import Want
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """One leaf of a target.
+
+    `sharding` is JAX's, None where the target leaves it open or wants no device. `committed` and
+    `weak_type` are what JAX calls so; None leaves them as they were saved.
+    """
+
+    want: Want
+    sharding: Any = None
+    weak_type: bool | None = None
+    committed: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetTree:
+    """A target taken apart."""
+
+    tree: Tree
+    treedef: Any
+    leaves: list[Target]
+    mismatches: list[Mismatch]
+
+
+def describe_target(target: Any, *, mesh: jax.sharding.Mesh | None) -> TargetTree:
+    """Describe what a target asks for; abstract meshes become `mesh` or the ambient one.
+
+    Raises:
+        UnsupportedLeafError: Leaves that ask for nothing that a checkpoint can give.
+    """
+    flat = trees.flatten(target)
+    paths = flat.tree.leaf_paths()
+    leaves: list[Target] = []
+    refused: list[tuple[str, str]] = []
+    mismatches: list[Mismatch] = []
+    concrete = mesh if mesh is not None else shardings.ambient_mesh()
+    for path, leaf in zip(paths, flat.leaves, strict=True):
+        try:
+            leaves.append(_describe(leaf, concrete))
+        except _AbstractMeshError as error:
+            text = to_text(path)
+            mismatches.append(Mismatch(path=text, kind="mesh", text=str(error)))
+            leaves.append(Target(want=Want(kind="jax")))
+        except (shardings.UnsupportedShardingError, TypeError) as error:
+            refused.append((to_text(path), str(error)))
+    if refused:
+        raise UnsupportedLeafError(refused)
+    return TargetTree(tree=flat.tree, treedef=flat.treedef, leaves=leaves, mismatches=mismatches)
+
+
+class _AbstractMeshError(Exception):
+    """A sharding on a mesh without devices, and no mesh to put in its place."""
+
+
+def _describe(leaf: Any, mesh: jax.sharding.Mesh | None) -> Target:
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return _describe_jax(leaf, mesh)
+    if isinstance(leaf, np.generic):
+        return Target(want=Want(kind="scalar", dtype=_dtype_name(leaf.dtype)))
+    if type(leaf) in (np.ndarray, np.memmap):
+        return Target(want=Want(kind="numpy", shape=leaf.shape, dtype=_dtype_name(leaf.dtype)))
+    if isinstance(leaf, PerProcess):
+        return Target(want=Want(kind="process"))
+    kinds: dict[type, Any] = {
+        bool: "bool",
+        int: "int",
+        float: "float",
+        complex: "complex",
+        str: "str",
+        bytes: "bytes",
+    }
+    if type(leaf) in kinds:
+        return Target(want=Want(kind=kinds[type(leaf)]))
+    raise TypeError(
+        f"the target has a {type(leaf).__qualname__} here; a target leaf is a ShapeDtypeStruct, "
+        "an array, a number, str, bytes or PerProcess (eqx.filter leaves out the rest)"
+    )
+
+
+def _describe_jax(leaf: Any, mesh: jax.sharding.Mesh | None) -> Target:
+    shape = tuple(map(int, leaf.shape))
+    is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+    sharding = _concrete(leaf.sharding, mesh)
+    plain = None if sharding is None else shardings.describe(sharding, shape)
+    committed: bool | None = True
+    if sharding is None:
+        committed = None
+    elif not is_struct:
+        committed = bool(getattr(leaf, "committed", True))
+    is_key = keys.is_key_dtype(leaf.dtype)
+    want = Want(
+        kind="key" if is_key else "jax",
+        shape=shape,
+        dtype="uint32" if is_key else _dtype_name(np.dtype(leaf.dtype)),
+        key_impl=keys.impl_of_dtype(leaf.dtype) if is_key else None,
+        sharding=plain,
+    )
+    weak = bool(getattr(leaf, "weak_type", False))
+    return Target(want=want, sharding=sharding, weak_type=weak, committed=committed)
+
+
+def _concrete(sharding: Any, mesh: jax.sharding.Mesh | None) -> Any:
+    """A sharding on devices."""
+    if not shardings.is_abstract(sharding):
+        return sharding
+    wanted = sharding.mesh
+    if mesh is None:
+        raise _AbstractMeshError(
+            f"the target's mesh {wanted} is abstract: pass mesh=, or load inside jax.set_mesh"
+        )
+    have = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    asked = dict(zip(wanted.axis_names, wanted.axis_sizes, strict=True))
+    if have != asked:
+        raise _AbstractMeshError(f"the target's abstract mesh {asked} is not the mesh {have}")
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    name = dtypes.name_of(dtype)
+    if name is None:
+        raise TypeError(f"the target has the dtype {dtype}, which no checkpoint can hold")
+    return name
+
+
+def as_saved(leaf: Leaf) -> Target:
+    """The target that asks for a leaf as it was saved, its sharding left open."""
+    spec = leaf.spec
+    if leaf.per_process:
+        return Target(want=Want(kind="process"))
+    if spec is None:
+        kinds: dict[type, Any] = {t: t.__name__ for t in (bool, int, float, complex, str, bytes)}
+        return Target(want=Want(kind=kinds[type(leaf.value)]))
+    return Target(
+        want=Want(
+            kind=spec.kind, shape=spec.logical_shape, dtype=spec.dtype, key_impl=spec.key_impl
+        )
+    )
+
+
+def check_width(leaf: Leaf, want: Want) -> list[Mismatch]:
+    """A 64-bit dtype that JAX would narrow without a word."""
+    if want.kind != "jax" or want.dtype is None:
+        return []
+    dtype = dtypes.dtype_of(want.dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) == dtype:
+        return []
+    text = (
+        f"dtype: {want.dtype} needs jax_enable_x64, which is off here; "
+        "enable it, or ask for a numpy.ndarray"
+    )
+    return [Mismatch(path=leaf.text, kind="dtype", text=text, saved=want.dtype)]
+
+
+def open_sharding(
+    leaf: Leaf, *, mesh: jax.sharding.Mesh | None, reshard: bool
+) -> tuple[Any, Sharding | None, list[Mismatch]]:
+    """A sharding for a leaf whose target names none: the saved layout on the devices at hand.
+
+    Returns:
+        JAX's sharding, its plain form, and why there is none. None without a mismatch is the
+        default device.
+    """
+    saved = leaf.spec.sharding if leaf.spec is not None else None
+    if isinstance(saved, Named):
+        chosen = mesh if mesh is not None else shardings.rebuild_mesh(saved.mesh)
+        if chosen is not None:
+            return _on_mesh(leaf, saved, chosen)
+        if reshard:
+            return None, None, []
+        text = f"saved as {saved} of {len(saved.mesh.device_ids)} devices, "
+        return None, None, [_no_devices(leaf, f"{text}there are {jax.device_count()} here")]
+    if isinstance(saved, Single):
+        if leaf.spec is not None and not leaf.spec.committed:
+            return None, None, []
+        devices = {device.id: device for device in jax.local_devices()}
+        device = devices.get(saved.device_id, jax.local_devices()[0])
+        chosen_one = jax.sharding.SingleDeviceSharding(device, memory_kind=saved.memory_kind)
+        return chosen_one, saved, []
+    if saved is None or reshard:
+        return None, None, []
+    return None, None, [_no_devices(leaf, f"saved as {saved}, which has no rule to rebuild it")]
+
+
+def _on_mesh(
+    leaf: Leaf, saved: Named, mesh: jax.sharding.Mesh
+) -> tuple[Any, Sharding | None, list[Mismatch]]:
+    try:
+        sharding = shardings.named(mesh, saved)
+        if leaf.spec is None:
+            return sharding, None, []
+        return sharding, shardings.describe(sharding, leaf.spec.logical_shape), []
+    except ValueError as error:
+        text = f"saved as {saved}, which cannot be laid out here: {error}"
+        return None, None, [_no_devices(leaf, text)]
+
+
+def _no_devices(leaf: Leaf, text: str) -> Mismatch:
+    return Mismatch(path=leaf.text, kind="devices", text=text)

@@ -1,0 +1,142 @@
+"""Pytrees to plain structure, by JAX's own rules of what is a node and what is a leaf."""
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from pytree_ckpt.errors import CheckpointError, UnsupportedLeafError
+from pytree_ckpt.format.paths import Key, Path, to_text
+from pytree_ckpt.format.trees import MAX_DEPTH, NodeKind, Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatTree:
+    """A pytree taken apart: structure as data, the leaves, and JAX's way back."""
+
+    tree: Tree
+    leaves: list[Any]
+    treedef: Any
+
+
+def flatten(tree: Any) -> FlatTree:
+    """Take a pytree apart, leaves in JAX's order.
+
+    Raises:
+        UnsupportedLeafError: A key that is neither `str` nor `int`, keys that JAX cannot sort,
+            or nesting deeper than `MAX_DEPTH`.
+    """
+    walk = _Walk()
+    walk.node(tree, None, ())
+    if walk.refused:
+        raise UnsupportedLeafError(walk.refused)
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    if len(leaves) != len(walk.leaves) or any(
+        a is not b for a, b in zip(leaves, walk.leaves, strict=True)
+    ):
+        raise CheckpointError("a node of the tree flattens differently from one time to the next")
+    structure = Tree(tuple(walk.kinds), tuple(walk.counts), tuple(walk.keys))
+    return FlatTree(tree=structure, leaves=leaves, treedef=treedef)
+
+
+class _Walk:
+    """Preorder columns of a tree, filled node by node."""
+
+    def __init__(self) -> None:
+        self.kinds: list[NodeKind] = []
+        self.counts: list[int] = []
+        self.keys: list[Key | None] = []
+        self.leaves: list[Any] = []
+        self.refused: list[tuple[str, str]] = []
+
+    def node(self, node: Any, key: Key | None, path: Path) -> None:
+        """Enter a node and all below it."""
+        if len(path) >= MAX_DEPTH:
+            self.refused.append((to_text(path[:4]) + "/…", f"nested deeper than {MAX_DEPTH}"))
+            return
+        children = self._children(node, path)
+        kind, pairs = ("leaf", []) if children is None else children
+        self.kinds.append(kind)
+        self.counts.append(len(pairs))
+        self.keys.append(key)
+        if kind == "leaf":
+            self.leaves.append(node)
+        for child_key, child in pairs:
+            self.node(child, child_key, (*path, child_key))
+
+    def _children(self, node: Any, path: Path) -> tuple[NodeKind, list[tuple[Key, Any]]] | None:
+        """Kind and children of a node, None for a leaf."""
+        kind = type(node)
+        if kind in _LEAVES or isinstance(node, jax.Array):
+            return None
+        if node is None:
+            return "none", []
+        if kind is dict or kind is defaultdict:
+            return "dict", self._sorted(node, path)
+        if kind is OrderedDict:
+            return "ordereddict", [(self._key(k, path), v) for k, v in node.items()]
+        if kind is list:
+            return "list", [(Key("list", i), v) for i, v in enumerate(node)]
+        if kind is tuple:
+            return "tuple", [(Key("tuple", i), v) for i, v in enumerate(node)]
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            fields = zip(node._fields, node, strict=True)
+            return "namedtuple", [(Key("attr", name), v) for name, v in fields]
+        return self._custom(node, path)
+
+    def _sorted(self, node: dict[Any, Any], path: Path) -> list[tuple[Key, Any]]:
+        try:
+            keys = sorted(node)
+        except TypeError:
+            text = "a dict with keys that JAX cannot sort (str beside int?)"
+            self.refused.append((to_text(path), text))
+            return []
+        return [(self._key(key, path), node[key]) for key in keys]
+
+    def _custom(self, node: Any, path: Path) -> tuple[NodeKind, list[tuple[Key, Any]]] | None:
+        """A node of a registered class, one level deep."""
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(
+            node, is_leaf=lambda child: child is not node
+        )
+        if jax.tree_util.treedef_is_leaf(treedef) and len(pairs) == 1 and not pairs[0][0]:
+            return None
+        return "custom", [(self._entry(steps[0], path), child) for steps, child in pairs]
+
+    def _entry(self, entry: Any, path: Path) -> Key:
+        match entry:
+            case DictKey():
+                return self._key(entry.key, path)
+            case GetAttrKey():
+                return Key("attr", str(entry.name))
+            case SequenceKey():
+                return Key("list", entry.idx)
+            case FlattenedIndexKey():
+                return Key("flat", int(entry.key))
+            case _:
+                return self._key(getattr(entry, "key", entry), path)
+
+    def _key(self, key: Any, path: Path) -> Key:
+        """A key of a mapping, or a refusal."""
+        if isinstance(key, str):
+            text = str.__str__(key)
+            if _is_utf8(text):
+                return Key("str", text)
+        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+            return Key("int", int(key))
+        reason = f"has the key {key!r} of type {type(key).__name__}; keys must be str or int"
+        self.refused.append((to_text(path), reason))
+        return Key("flat", len(self.kinds))
+
+
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, np.ndarray, jax.ShapeDtypeStruct})
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""Settings of a save and of a load, with their invariants."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 1 << 20
+
+DigestName = Literal["sha256", "xxh3_128"]
+CodecName = Literal["raw", "zstd"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a checkpoint is written.
+
+    Attributes:
+        digest: Algorithm of the chunk digests. `"xxh3_128"` is several times faster than
+            `"sha256"` and finds every accident, but is no proof against a forger; it needs the
+            package `xxhash`, also to read the checkpoint.
+        compress: `"zstd"` compresses each chunk; `None` stores raw bytes.
+        max_inflight_bytes: Bound on the bytes that are copied or buffered at one time. A single
+            request above it goes alone.
+        threads: Threads that write and hash; `None` takes one for each processor.
+
+    Example:
+        >>> SaveOptions(compress="zstd").digest
+        'sha256'
+    """
+
+    digest: DigestName = "sha256"
+    compress: Literal["zstd"] | None = None
+    max_inflight_bytes: int = 256 * MIB
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.digest not in ("sha256", "xxh3_128"):
+            raise ValueError(f"digest must be 'sha256' or 'xxh3_128', not {self.digest!r}")
+        if self.compress not in (None, "zstd"):
+            raise ValueError(f"compress must be None or 'zstd', not {self.compress!r}")
+        _check_bounds(self.max_inflight_bytes, self.threads)
+
+    @property
+    def codec(self) -> CodecName:
+        """Name of the chunk codec in the manifest."""
+        return self.compress or "raw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a checkpoint is read.
+
+    Attributes:
+        max_inflight_bytes: Bound on the bytes that are read but not yet placed on devices. A
+            single request above it goes alone.
+        threads: Threads that read and verify; `None` takes one for each processor.
+    """
+
+    max_inflight_bytes: int = 256 * MIB
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.max_inflight_bytes, self.threads)
+
+
+def _check_bounds(max_inflight_bytes: int, threads: int | None) -> None:
+    if max_inflight_bytes < 1:
+        raise ValueError(f"max_inflight_bytes must be at least 1, not {max_inflight_bytes}")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, not {threads}")

@@ -1,0 +1,282 @@
+"""Does a request fit a checkpoint? Every reason why not, from plain data."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pytree_ckpt.errors import Mismatch, MismatchKind
+from pytree_ckpt.format import dtypes
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Shape
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.paths import Path, to_text
+from pytree_ckpt.format.shardings import Sharding, cell_of, same_layout
+from pytree_ckpt.format.trees import Tree
+
+WantKind = Literal[
+    "jax", "key", "numpy", "scalar", "bool", "int", "float", "complex", "str", "bytes", "process"
+]
+MAX_SUGGESTIONS = 20
+"""Missing leaves for which the nearest saved name is looked up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """What a target asks of one leaf.
+
+    `sharding` is None for a `ShapeDtypeStruct` without one, and for all that is not on devices.
+    """
+
+    kind: WantKind
+    shape: Shape = ()
+    dtype: str | None = None
+    key_impl: str | None = None
+    sharding: Sharding | None = None
+
+    @property
+    def dtype_text(self) -> str:
+        return f"key<{self.key_impl}>" if self.key_impl else self.dtype or self.kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Leaves of the target paired with leaves of the checkpoint, and what found no partner."""
+
+    pairs: tuple[tuple[int, Leaf], ...]
+    skipped: tuple[Leaf, ...]
+    mismatches: tuple[Mismatch, ...]
+
+
+def match_leaves(manifest: Manifest, tree: Tree, *, partial: bool) -> Match:
+    """Pair leaves by path; leaves and empty containers on one side only are mismatches.
+
+    With `partial` the target may ask for less than there is.
+    """
+    saved = {leaf.path: leaf for leaf in manifest.leaves}
+    wanted = tree.leaf_paths()
+    pairs = [(at, saved[path]) for at, path in enumerate(wanted) if path in saved]
+    missing = [path for path in wanted if path not in saved]
+    asked = set(wanted)
+    extra = [leaf for path, leaf in saved.items() if path not in asked]
+    found = _missing(missing, saved, [leaf.text for leaf in extra])
+    if not partial:
+        found += [
+            Mismatch(
+                path=leaf.text,
+                kind="extra",
+                text=f"not in the target, saved as {leaf.describe()}",
+                saved=leaf.describe(),
+            )
+            for leaf in extra
+        ]
+    found += _containers(manifest.tree, tree, partial=partial)
+    return Match(pairs=tuple(pairs), skipped=tuple(extra), mismatches=tuple(found))
+
+
+def _missing(
+    missing: Sequence[Path], saved: Mapping[Path, Leaf], candidates: Sequence[str]
+) -> list[Mismatch]:
+    found = []
+    texts = {leaf.text: leaf for leaf in saved.values()}
+    for at, path in enumerate(missing):
+        text = to_text(path)
+        note = ""
+        if text in texts:
+            note = f" (saved under a key of another kind: {_kinds(texts[text].path)}, wanted "
+            note += f"{_kinds(path)})"
+        elif at < MAX_SUGGESTIONS:
+            near = difflib.get_close_matches(text, candidates[:2000], n=1)
+            note = f" (nearest: {near[0]})" if near else ""
+        found.append(Mismatch(path=text, kind="missing", text=f"missing in the checkpoint{note}"))
+    return found
+
+
+def _kinds(path: Path) -> str:
+    return "/".join(key.kind for key in path) or "root"
+
+
+def _containers(saved: Tree, wanted: Tree, *, partial: bool) -> list[Mismatch]:
+    """Empty containers and Nones, which no leaf path shows."""
+    if saved == wanted:
+        return []
+    have, want = saved.empties(), wanted.empties()
+    found = []
+    for path, kind in want.items():
+        if have.get(path) != kind and not partial:
+            was = have.get(path)
+            found.append(
+                Mismatch(
+                    path=to_text(path),
+                    kind="structure",
+                    text=f"{_empty(was)} in the checkpoint, {_empty(kind)} in the target",
+                    saved=was,
+                    wanted=kind,
+                )
+            )
+    if not partial:
+        found += [
+            Mismatch(
+                path=to_text(path),
+                kind="structure",
+                text=f"{_empty(kind)} in the checkpoint, not in the target",
+                saved=kind,
+            )
+            for path, kind in have.items()
+            if path not in want
+        ]
+    return found
+
+
+def _empty(kind: str | None) -> str:
+    if kind is None:
+        return "no empty node"
+    return "None" if kind == "none" else f"an empty {kind} node"
+
+
+def compare_leaf(leaf: Leaf, want: Want, *, cast: bool) -> list[Mismatch]:
+    """What of kind, shape and dtype does not fit. Shapes are never changed."""
+    spec = leaf.spec
+    if spec is None:
+        return _compare_value(leaf, want, cast=cast)
+    if want.kind in ("str", "bytes", "process"):
+        return [_kind(leaf, want)]
+    found = []
+    if (want.kind == "key") != (spec.kind == "key"):
+        return [_kind(leaf, want)]
+    if want.kind == "key" and want.key_impl != spec.key_impl:
+        found.append(_differ(leaf, "key impl", spec.logical_dtype, want.dtype_text))
+    if tuple(want.shape) != spec.logical_shape:
+        found.append(_differ(leaf, "shape", str(spec.logical_shape), str(tuple(want.shape))))
+    if want.kind != "key":
+        found += _compare_dtype(leaf, spec.dtype, want, cast=cast)
+    return found
+
+
+def _compare_dtype(leaf: Leaf, saved: str, want: Want, *, cast: bool) -> list[Mismatch]:
+    if want.dtype == saved:
+        return []
+    have = dtypes.kind_of(saved)
+    if want.dtype is None:
+        order = ("bool", "int", "float", "complex")
+        same = have == want.kind
+        allowed = same or (cast and want.kind in order and have != "complex")
+        return [] if allowed else [_differ(leaf, "dtype", saved, f"a Python {want.kind}")]
+    if cast and not (have == "complex" and dtypes.kind_of(want.dtype) != "complex"):
+        return []
+    return [_differ(leaf, "dtype", saved, want.dtype)]
+
+
+def _compare_value(leaf: Leaf, want: Want, *, cast: bool) -> list[Mismatch]:
+    """A saved Python value against a target; exact in type unless the numbers are equal."""
+    if leaf.per_process or want.kind == "process":
+        return [] if leaf.per_process and want.kind == "process" else [_kind(leaf, want)]
+    value = leaf.value
+    kind = type(value).__name__
+    if want.kind == kind:
+        return []
+    numeric = ("bool", "int", "float", "complex")
+    if want.kind in numeric and kind in numeric:
+        widening = cast and kind != "complex"
+        return [] if widening else [_differ(leaf, "dtype", f"a Python {kind}", want.dtype_text)]
+    if want.dtype is None or kind not in numeric or want.kind == "key":
+        return [_kind(leaf, want)]
+    if tuple(want.shape) != ():
+        return [_differ(leaf, "shape", "()", str(tuple(want.shape)))]
+    if cast and kind != "complex":
+        return []
+    if dtypes.kind_of(want.dtype) == kind and _holds(want.dtype, value):
+        return []
+    return [_differ(leaf, "dtype", f"the Python {kind} {value!r}", want.dtype)]
+
+
+def _holds(dtype: str, value: object) -> bool:
+    """Whether an element of this dtype can be exactly this Python number."""
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, int):
+        bits = int("".join(c for c in dtype if c.isdigit()))
+        low, high = (0, 1 << bits) if dtype.startswith("u") else (-(1 << bits - 1), 1 << bits - 1)
+        return low <= value < high
+    return dtype in ("float64", "complex128")
+
+
+def _differ(leaf: Leaf, kind: MismatchKind, saved: str, wanted: str) -> Mismatch:
+    text = f"{kind}: saved {saved}, wanted {wanted}"
+    return Mismatch(path=leaf.text, kind=kind, text=text, saved=saved, wanted=wanted)
+
+
+def _kind(leaf: Leaf, want: Want) -> Mismatch:
+    names = {"process": "a value per process", "numpy": "an array", "jax": "an array"}
+    wanted = want.dtype_text if want.key_impl else names.get(want.kind, f"a {want.kind}")
+    if want.dtype and not want.key_impl:
+        wanted = f"{want.dtype}{list(want.shape)}"
+    return _differ(leaf, "kind", leaf.describe(), wanted)
+
+
+def compare_layout(leaf: Leaf, sharding: Sharding) -> list[Mismatch]:
+    """What of mesh, partition spec and memory kind differs from the saved layout."""
+    spec = leaf.spec
+    if spec is None or spec.sharding is None:
+        return []
+    found = []
+    saved = spec.sharding
+    if not same_layout(saved, sharding):
+        found.append(_differ(leaf, "sharding", str(saved), str(sharding)))
+    if saved.memory_kind != sharding.memory_kind:
+        was, now = saved.memory_kind or "the default", sharding.memory_kind or "the default"
+        found.append(_differ(leaf, "memory kind", was, now))
+    return found
+
+
+def check_divisible(leaf: Leaf, shape: Shape, sharding: Sharding) -> list[Mismatch]:
+    """A dimension that the mesh axes of the target cannot cut into equal parts."""
+    try:
+        cell_of(sharding, shape)
+    except ValueError as error:
+        return [
+            Mismatch(
+                path=leaf.text,
+                kind="divisibility",
+                text=f"cannot be laid out as {sharding}: {error}",
+                wanted=str(sharding),
+            )
+        ]
+    return []
+
+
+def compare_processes(manifest: Manifest, process_count: int) -> list[Mismatch]:
+    """Another number of processes is another layout."""
+    if manifest.process_count == process_count:
+        return []
+    saved, wanted = str(manifest.process_count), str(process_count)
+    text = f"process count: saved by {saved}, loading on {wanted}"
+    return [Mismatch(path="", kind="process count", text=text, saved=saved, wanted=wanted)]
+
+
+def remedy(mismatches: Sequence[Mismatch]) -> str:
+    """How to go on, for the kinds of mismatch there are."""
+    kinds = {m.kind for m in mismatches}
+    advice = []
+    if kinds & {"sharding", "memory kind", "process count", "mesh"}:
+        advice.append("Pass reshard=True to load onto the target's shardings.")
+    if "devices" in kinds:
+        advice.append(
+            "Pass mesh= with the devices at hand and reshard=True, or a target with shardings."
+        )
+    if "dtype" in kinds:
+        advice.append("Pass cast=True to convert dtypes where no imaginary part is lost.")
+    if kinds & {"extra"}:
+        advice.append("Pass partial=True to load only the leaves of the target.")
+    if "missing" in kinds:
+        advice.append("A missing leaf must be left out of the target, or come from elsewhere.")
+    if kinds & {"shape", "divisibility"}:
+        advice.append("Shapes are never changed.")
+    if kinds & {"kind", "key impl", "structure"}:
+        advice.append("Ask for the kind of leaf and container that was saved.")
+    return " ".join(advice)
+
+
+def is_same_bytes(spec: ArraySpec, want: Want) -> bool:
+    """Whether the stored bytes are the wanted bytes, without a cast."""
+    return want.kind == "key" or want.dtype in (None, spec.dtype)

@@ -1,0 +1,171 @@
+"""The plan of a load: each chunk that is needed is read once and scattered to all who need it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Box, Grid, Shape, is_contiguous
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Part of a chunk, and where it belongs: `source` in the chunk, `place` in box `box`."""
+
+    box: int
+    place: tuple[slice, ...]
+    source: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """One chunk to read and verify.
+
+    Attributes:
+        shard: Number of the zarr shard in the array.
+        chunk: Number of the chunk in the shard.
+        box: Its elements, in the array.
+        into: Number of a wanted box in which the chunk is one byte range, so that it can be read
+            into place; None where it must be read aside.
+        copies: What goes where else.
+    """
+
+    shard: int
+    chunk: int
+    box: Box
+    into: int | None
+    place: tuple[slice, ...]
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadUnit:
+    """Wanted boxes that share chunks, and these chunks: the smallest part that can be finished."""
+
+    boxes: tuple[int, ...]
+    reads: tuple[ChunkRead, ...]
+    is_direct: bool
+    """Whether the unit is one box that is one chunk, so that a chunk in memory is the box."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """How the distinct boxes that a process wants of one array are filled."""
+
+    spec: ArraySpec
+    boxes: tuple[Box, ...]
+    units: tuple[ReadUnit, ...]
+
+    @property
+    def nbytes_needed(self) -> int:
+        """Bytes of the boxes."""
+        return sum(box.size for box in self.boxes) * self.spec.itemsize
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of the chunks."""
+        return self.spec.itemsize * sum(r.box.size for unit in self.units for r in unit.reads)
+
+
+def plan_reads(spec: ArraySpec, boxes: Sequence[Box]) -> ReadPlan:
+    """Plan the reads that fill `boxes` of an array, each chunk once.
+
+    Example:
+        >>> from pytree_ckpt.format.boxes import whole
+        >>> spec = ArraySpec(
+        ...     kind="numpy",
+        ...     dtype="int8",
+        ...     shape=(4, 4),
+        ...     sharding=None,
+        ...     storage="array",
+        ...     shard_shape=(2, 4),
+        ...     chunk_shape=(1, 4),
+        ... )
+        >>> plan = plan_reads(spec, [Box((0, 0), (4, 2)), Box((0, 2), (4, 4))])
+        >>> len(plan.units), plan.nbytes_read, plan.nbytes_needed
+        (1, 16, 16)
+    """
+    wanted = tuple(boxes)
+    reads = _chunk_reads(spec, wanted) if spec.storage != "empty" else []
+    return ReadPlan(spec=spec, boxes=wanted, units=_units(wanted, reads))
+
+
+def _chunk_reads(spec: ArraySpec, boxes: tuple[Box, ...]) -> list[ChunkRead]:
+    """Every chunk that shares an element with a box, in order of shard and chunk."""
+    shards = spec.shards
+    users: dict[int, list[int]] = {}
+    for number, box in enumerate(boxes):
+        for shard in shards.overlapping(box):
+            users.setdefault(shard, []).append(number)
+    reads = []
+    for shard, numbers in sorted(users.items()):
+        outer = shards.box(shard)
+        inner = Grid(outer.shape, spec.chunk_shape)
+        for chunk in range(inner.size):
+            box = _shifted(inner.box(chunk), outer.start)
+            read = _chunk_read(shard, chunk, box, numbers, boxes)
+            if read is not None:
+                reads.append(read)
+    return reads
+
+
+def _shifted(box: Box, by: Shape) -> Box:
+    return Box(
+        tuple(a + d for a, d in zip(box.start, by, strict=True)),
+        tuple(b + d for b, d in zip(box.stop, by, strict=True)),
+    )
+
+
+def _chunk_read(
+    shard: int, chunk: int, box: Box, numbers: Sequence[int], boxes: Sequence[Box]
+) -> ChunkRead | None:
+    into: int | None = None
+    place: tuple[slice, ...] = ()
+    copies = []
+    for number in numbers:
+        target = boxes[number]
+        common = box.intersect(target) if box.shape else box
+        if common is None:
+            continue
+        if into is None and common == box and is_contiguous(box.shape, target.shape):
+            into, place = number, box.slices(target.start)
+            continue
+        copies.append(
+            Copy(box=number, place=common.slices(target.start), source=common.slices(box.start))
+        )
+    if into is None and not copies:
+        return None
+    return ChunkRead(
+        shard=shard, chunk=chunk, box=box, into=into, place=place, copies=tuple(copies)
+    )
+
+
+def _units(boxes: Sequence[Box], reads: Sequence[ChunkRead]) -> tuple[ReadUnit, ...]:
+    """Group boxes that share chunks (a union-find over the boxes)."""
+    leader = list(range(len(boxes)))
+
+    def find(at: int) -> int:
+        while leader[at] != at:
+            leader[at] = leader[leader[at]]
+            at = leader[at]
+        return at
+
+    touched = []
+    for read in reads:
+        users = [copy.box for copy in read.copies]
+        if read.into is not None:
+            users.append(read.into)
+        for other in users[1:]:
+            leader[find(other)] = find(users[0])
+        touched.append(users[0])
+    members: dict[int, list[int]] = {}
+    for number in range(len(boxes)):
+        members.setdefault(find(number), []).append(number)
+    of_unit: dict[int, list[ChunkRead]] = {at: [] for at in members}
+    for read, user in zip(reads, touched, strict=True):
+        of_unit[find(user)].append(read)
+    return tuple(_unit(members[at], of_unit[at], boxes) for at in members)
+
+
+def _unit(numbers: list[int], reads: list[ChunkRead], boxes: Sequence[Box]) -> ReadUnit:
+    direct = len(numbers) == 1 == len(reads) and reads[0].box == boxes[numbers[0]]
+    return ReadUnit(boxes=tuple(numbers), reads=tuple(reads), is_direct=direct)

@@ -1,0 +1,1 @@
+"""Bytes in and out: TensorStore, digests, durability, the commit. No JAX."""

@@ -1,0 +1,93 @@
+"""Zarr arrays through TensorStore, opened from what the manifest says and never from a file."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorstore as ts
+
+from pytree_ckpt.format import zarr
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.tables import Packed
+from pytree_ckpt.store.failures import storage_errors
+
+ALIGNMENT = 64
+
+
+def context(*, threads: int) -> ts.Context:
+    """Resources of one save or one load. No cache: a reader must see the disk."""
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},
+            "data_copy_concurrency": {"limit": threads},
+            "file_io_concurrency": {"limit": max(4, 2 * threads)},
+            "file_io_sync": True,
+            # Each name is written by one writer, in a folder that nobody else writes to.
+            "file_io_locking": {"mode": "none"},
+        }
+    )
+
+
+def open_array(
+    folder: Path, metadata: dict[str, Any], ctx: ts.Context, *, write: bool
+) -> ts.TensorStore:
+    """An array in `folder` with this metadata; no file is read or written by opening it."""
+    options: dict[str, Any] = (
+        # TensorStore skips chunks equal to the fill value, which would make a lost chunk
+        # read as zeros.
+        {"store_data_equal_to_fill_value": True} if write else {"fill_missing_data_reads": False}
+    )
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{folder}{os.sep}"},
+        "metadata": metadata,
+        **options,
+    }
+    with storage_errors(f"opening {folder}"):
+        return ts.open(
+            spec, open=True, assume_metadata=True, read=not write, write=write, context=ctx
+        ).result()
+
+
+def array_folder(data: Path, name: str) -> Path:
+    return data / "arrays" / name
+
+
+def packed_folder(data: Path, process: int) -> Path:
+    return data / "packed" / f"{process:05d}"
+
+
+def table_file(data: Path, process: int) -> Path:
+    return data / "tables" / f"{process:05d}.msgpack"
+
+
+def open_leaf(
+    data: Path, name: str, spec: ArraySpec, ctx: ts.Context, *, write: bool
+) -> ts.TensorStore:
+    """The array of a leaf."""
+    folder = array_folder(data, name)
+    return open_array(folder, zarr.array_metadata(spec), ctx, write=write)
+
+
+def packed_zarr(packed: Packed, codec: str) -> dict[str, Any]:
+    """Metadata of a packed array."""
+    return zarr.packed_metadata(
+        packed.nbytes,
+        shard_nbytes=packed.shard_nbytes,
+        chunk_nbytes=packed.chunk_nbytes,
+        codec=codec,
+    )
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
+    """A new C-order array whose memory XLA can use as it is.
+
+    Large allocations of numpy are aligned to 16 bytes only; the CPU backend of JAX takes over a
+    buffer without a copy if it is aligned to 64.
+    """
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)

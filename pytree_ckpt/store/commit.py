@@ -1,0 +1,254 @@
+"""The commit protocol on a file system: what makes a checkpoint appear, change and go, at once.
+
+A save writes only below a fresh `data-<nonce>/`. The checkpoint appears when its manifest does.
+"""
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
+from pytree_ckpt.format import manifest as manifests
+from pytree_ckpt.format import wire
+from pytree_ckpt.format.manifest import MANIFEST_FILE, Manifest
+from pytree_ckpt.store import disk
+from pytree_ckpt.store.locations import Location
+
+_DATA_DIR = re.compile(r"data-[0-9a-f]{32}", re.ASCII)
+_TEMPORARY = re.compile(r"manifest\.[0-9a-f]{32}\.tmp", re.ASCII)
+
+
+def read_manifest(location: Location) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        NotFoundError: Nothing there, not a checkpoint, or a save that never committed.
+        FormatError: The manifest is damaged, of a newer version, or a link.
+    """
+    file = location.path / MANIFEST_FILE
+    try:
+        data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(_why_not_found(location.path)) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
+            raise FormatError(f"{file} is not a regular file") from None
+        raise
+    return manifests.from_bytes(data, what=str(file))
+
+
+def _why_not_found(path: Path) -> str:
+    if not path.exists():
+        return f"there is nothing at {path}"
+    if not path.is_dir():
+        return f"{path} is a file, a checkpoint is a folder"
+    names = os.listdir(path)
+    if any(_DATA_DIR.fullmatch(name) for name in names):
+        return f"{path} holds a save that never committed; there is no checkpoint to load"
+    inside = sorted(n for n in names if (path / n / MANIFEST_FILE).is_file())
+    if inside:
+        shown = ", ".join(inside[:5]) + (", …" if len(inside) > 5 else "")
+        return f"{path} is no checkpoint, but has checkpoints in it: {shown}"
+    return f"{path} is not a checkpoint: it has no {MANIFEST_FILE}"
+
+
+def is_committed(location: Location) -> bool:
+    """Whether a checkpoint, good or damaged, is at this place."""
+    return os.path.lexists(location.path / MANIFEST_FILE)
+
+
+def open_to_read(location: Location) -> tuple[Manifest, disk.FolderLock]:
+    """The manifest, and a lock that keeps its data in place while it is read.
+
+    Raises:
+        NotFoundError, FormatError: As `read_manifest`; the data folder is gone.
+    """
+    for _ in range(_READ_ATTEMPTS):
+        manifest = read_manifest(location)
+        lock = disk.FolderLock(location.path / manifest.data_dir, shared=True)
+        if lock.state in ("held", "unsupported"):
+            return manifest, lock
+        lock.release()
+        if read_manifest(location).nonce == manifest.nonce:
+            # No save has replaced it: the folder itself is lost, and the reader will say so.
+            return manifest, lock
+    raise CheckpointError(f"{location} was replaced again and again while it was opened")
+
+
+_READ_ATTEMPTS = 100
+
+
+@contextmanager
+def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Iterator["Attempt"]:
+    """One save: a data folder of its own, which is removed unless the block commits.
+
+    Raises:
+        ExistsError: There is a checkpoint and `overwrite` is False.
+        OSError: The place cannot be written, or has too little free space.
+    """
+    path = location.path
+    if path.exists() and not path.is_dir():
+        raise ExistsError(f"{path} is a file; a checkpoint needs a folder")
+    if is_committed(location) and not overwrite:
+        raise ExistsError(f"{path} already holds a checkpoint; pass overwrite=True to replace it")
+    made = disk.make_dirs(path)
+    try:
+        reclaim(location)
+        _check_space(path, needed_nbytes)
+        nonce, lock = _fresh_data_dir(path)
+    except BaseException:
+        _remove_empty(made)
+        raise
+    with lock:
+        current = Attempt(location, nonce, made, overwrite=overwrite)
+        try:
+            yield current
+        except BaseException:
+            if not current.committed:
+                current.abandon()
+            raise
+
+
+def _check_space(path: Path, needed_nbytes: int) -> None:
+    free = disk.free_nbytes(path)
+    if free is not None and free < needed_nbytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"the checkpoint needs about {needed_nbytes} bytes, {free} are free",
+            str(path),
+        )
+
+
+def _fresh_data_dir(path: Path) -> tuple[str, disk.FolderLock]:
+    """A new data folder, locked before a reclaimer could take it for a leftover."""
+    while True:
+        nonce = secrets.token_hex(16)
+        (path / f"data-{nonce}").mkdir()
+        lock = disk.FolderLock(path / f"data-{nonce}", shared=False)
+        if lock.state in ("held", "unsupported"):
+            return nonce, lock
+        lock.release()
+
+
+def _remove_empty(made: list[Path]) -> None:
+    for folder in made:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+class Attempt:
+    """A save that is under way, below `folder`."""
+
+    def __init__(
+        self, location: Location, nonce: str, made: list[Path], *, overwrite: bool
+    ) -> None:
+        self.location = location
+        self.nonce = nonce
+        self.folder = location.path / f"data-{nonce}"
+        self.temporary = location.path / f"manifest.{nonce}.tmp"
+        self.committed = False
+        self._made = made
+        self._overwrite = overwrite
+
+    def commit(self, data: bytes) -> None:
+        """Make the checkpoint appear, durably, all at once; then remove what it replaces.
+
+        The data below `folder` must be durable up to `folder` itself.
+
+        Raises:
+            ExistsError: Another save committed first and `overwrite` is False.
+        """
+        path = self.location.path
+        for folder in (self.folder, path, *(new.parent for new in self._made)):
+            disk.fsync_dir(folder)
+        disk.write_new(self.temporary, data)
+        if self._overwrite:
+            os.replace(self.temporary, path / MANIFEST_FILE)
+        else:
+            self._create()
+        self.committed = True
+        disk.fsync_dir(path)
+        reclaim(self.location)
+
+    def abandon(self) -> None:
+        """Take back what this save made. What cannot be removed now is reclaimed later."""
+        try:
+            self.temporary.unlink(missing_ok=True)
+            disk.remove_tree(self.folder)
+        except OSError:
+            return
+        _remove_empty(self._made)
+
+    def _create(self) -> None:
+        """Name the manifest, unless there is one: a link is exclusive where a rename is not."""
+        target = self.location.path / MANIFEST_FILE
+        try:
+            os.link(self.temporary, target, follow_symlinks=False)
+        except FileExistsError:
+            raise ExistsError(
+                f"another save committed to {self.location} while this one was written"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            self._create_without_links(target)
+        else:
+            self.temporary.unlink(missing_ok=True)
+
+    def _create_without_links(self, target: Path) -> None:
+        with disk.FolderLock(self.location.path, shared=False) as lock:
+            if lock.state == "busy" or os.path.lexists(target):
+                raise ExistsError(f"another save committed to {self.location}, or is about to")
+            os.rename(self.temporary, target)
+
+
+def reclaim(location: Location) -> None:
+    """Remove what dead saves left in a checkpoint folder, and data that was replaced.
+
+    A data folder goes only if no manifest names it and no living writer holds it.
+    """
+    for name in os.listdir(location.path):
+        entry = location.path / name
+        if _TEMPORARY.fullmatch(name):
+            _reclaim_temporary(location, entry, name.split(".")[1])
+        elif _DATA_DIR.fullmatch(name):
+            if entry.is_symlink():
+                entry.unlink(missing_ok=True)
+            else:
+                _reclaim_data(location, entry)
+
+
+def _reclaim_temporary(location: Location, entry: Path, nonce: str) -> None:
+    folder = location.path / f"data-{nonce}"
+    if not folder.exists() or _named(location) == folder.name:
+        entry.unlink(missing_ok=True)
+
+
+def _reclaim_data(location: Location, folder: Path) -> None:
+    with disk.FolderLock(folder, shared=False) as lock:
+        # Only with the lock held is it certain that nobody is about to commit this folder.
+        if lock.state == "held" and _named(location) not in (folder.name, _UNKNOWN):
+            (location.path / f"manifest.{folder.name[5:]}.tmp").unlink(missing_ok=True)
+            try:
+                disk.remove_tree(folder)
+            except OSError:
+                return
+
+
+_UNKNOWN = "?"
+
+
+def _named(location: Location) -> str | None:
+    """The data folder that the manifest names; a damaged manifest may name any."""
+    try:
+        return read_manifest(location).data_dir
+    except NotFoundError:
+        return None
+    except (CheckpointError, OSError):
+        return _UNKNOWN

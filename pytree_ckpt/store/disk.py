@@ -1,0 +1,154 @@
+"""Folders and small files on a local file system, and what makes them durable.
+
+A file is durable after fsync of the file and of every folder above it that is new. TensorStore
+does the first and the folder next to the file; the folders above are done here.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Literal, Self
+
+_FILE_MODE = 0o666
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the entries of a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_dirs(path: Path) -> list[Path]:
+    """Make a folder and what is missing above it.
+
+    Returns:
+        The folders that are new, deepest first: fsync the parent of each to make them last.
+    """
+    missing = []
+    at = path
+    while not at.exists():
+        missing.append(at)
+        at = at.parent
+    for folder in reversed(missing):
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+    return missing
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that must not exist yet, durably but for its folder; links are not followed."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, _FILE_MODE)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_file(path: Path, *, max_nbytes: int) -> bytes:
+    """The bytes of a regular file, at most `max_nbytes` + 1 of them; links are not followed.
+
+    Raises:
+        FileNotFoundError: No such file.
+        OSError: A link (ELOOP), a folder, or unreadable.
+    """
+    fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return file.read(max_nbytes + 1)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, a link or a folder with all in it; links are removed, never followed."""
+    try:
+        entries = os.scandir(path) if not path.is_symlink() and path.is_dir() else None
+    except FileNotFoundError:
+        return
+    if entries is None:
+        path.unlink(missing_ok=True)
+        return
+    with entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return
+
+
+def free_nbytes(path: Path) -> int | None:
+    """Bytes that this user may still write on the file system of `path`, None if unknown."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+LockState = Literal["held", "busy", "gone", "unsupported"]
+
+
+class FolderLock:
+    """A lock on a folder that ends with the process, whatever happens to it.
+
+    A writer and a reclaimer hold it exclusively, readers share it. No file is made for it, and
+    read permission is enough. `state` says how it went: "busy" if another process has it, "gone"
+    if the folder is no longer there, "unsupported" where the file system has no such locks.
+    """
+
+    def __init__(self, path: Path, *, shared: bool) -> None:
+        self._fd: int | None = None
+        self.state: LockState = "gone"
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError:
+            self.state = "unsupported"
+            return
+        try:
+            fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            busy = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+            self.state = "busy" if busy else "unsupported"
+        else:
+            self.state = "held" if self._is_still(path, self._fd) else "gone"
+
+    @staticmethod
+    def _is_still(path: Path, fd: int) -> bool:
+        """Whether `path` still names the folder that is open as `fd`."""
+        try:
+            return os.path.samestat(os.lstat(path), os.fstat(fd))
+        except FileNotFoundError:
+            return False
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None or self.state == "unsupported"
+
+    def release(self) -> None:
+        """Give the lock back; again is harmless."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()

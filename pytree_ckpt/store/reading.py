@@ -1,0 +1,453 @@
+"""Execute plans of a load: read each chunk once, verify it, scatter it to who wants it."""
+
+import errno
+import functools
+import os
+import re
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorstore as ts
+
+from pytree_ckpt.errors import CheckpointError, Damage, DamageKind, FormatError, IntegrityError
+from pytree_ckpt.format import dtypes, tables, wire
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Box
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.tables import Packed, ShardIndex, Table
+from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.plan.loading import ChunkRead, ReadPlan, ReadUnit
+from pytree_ckpt.plan.windows import PackedShard, Window, windows
+from pytree_ckpt.store import arrays, disk
+from pytree_ckpt.store.digests import digest_function, digest_of
+from pytree_ckpt.store.failures import UnreadableError, storage_errors
+from pytree_ckpt.store.writing import thread_count
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A wanted box whose every chunk is verified: `buffer` is box number `box` of `request`."""
+
+    request: int
+    box: int
+    buffer: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A leaf, and how the wanted boxes of it are filled."""
+
+    leaf: Leaf
+    plan: ReadPlan
+
+
+class ReadStats:
+    """What a reader has read so far."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.chunks = 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+            self.chunks += 1
+
+
+class CheckpointReader:
+    """Reads verified array data of one checkpoint.
+
+    Raises:
+        IntegrityError: A table is missing or is not the one that the manifest names.
+    """
+
+    def __init__(
+        self, root: Path, manifest: Manifest, *, verify: bool, options: LoadOptions
+    ) -> None:
+        self.manifest = manifest
+        self.stats = ReadStats()
+        self._data = root / manifest.data_dir
+        self._verify = verify
+        self._threads = thread_count(options.threads)
+        self._bound = options.max_inflight_bytes
+        self._digest = digest_function(manifest.digest)
+        self._ctx = arrays.context(threads=self._threads)
+        self._stores: dict[int, ts.TensorStore] = {}
+        _refuse_link(self._data, None)
+
+    @cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables of all processes, each checked against the manifest."""
+        _refuse_link(self._data / "tables", None)
+        return tuple(self._table(process) for process in range(self.manifest.process_count))
+
+    def _table(self, process: int) -> Table:
+        file = arrays.table_file(self._data, process)
+        wanted = self.manifest.tables[process]
+        try:
+            data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
+        except FileNotFoundError:
+            raise _damaged(None, "missing", f"the table {file} is missing", file) from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EINVAL):
+                raise _damaged(None, "link", f"{file} is not a regular file", file) from None
+            raise
+        if len(data) != wanted.nbytes:
+            text = f"the table {file} has {len(data)} bytes, the manifest says {wanted.nbytes}"
+            raise _damaged(None, "size", text, file)
+        try:
+            table, found = tables.from_bytes(data, what=str(file))
+        except FormatError as error:
+            raise _damaged(None, "digest", str(error), file) from None
+        if found != wanted.id or table.process != process:
+            text = f"the table {file} is not the one that the manifest names"
+            raise _damaged(None, "digest", text, file)
+        return table
+
+    @cached_property
+    def index(self) -> ShardIndex:
+        """Every shard with its place and digests."""
+        return ShardIndex(self.manifest.leaf_specs, self.tables, digest=self.manifest.digest)
+
+    def read(self, requests: Sequence[Request]) -> Iterator[list[Filled]]:
+        """Fill the wanted boxes; yields them in groups as they are verified.
+
+        Two groups, together of about `max_inflight_bytes`, are in flight: while the caller
+        places one, the next is read.
+
+        Raises:
+            IntegrityError: Chunks that are damaged: all of those that these requests need.
+        """
+        damage: list[Damage] = []
+        with ThreadPoolExecutor(self._threads, "pytree_ckpt-load") as pool:
+            ahead: deque[tuple[_Group, list[Future[None]]]] = deque()
+            try:
+                for group in self._groups(requests):
+                    ahead.append((group, [pool.submit(job) for job in group.jobs]))
+                    del group
+                    if len(ahead) > 1:
+                        yield from _collect(*ahead.popleft(), damage)
+                while ahead:
+                    yield from _collect(*ahead.popleft(), damage)
+            finally:
+                for _, jobs in ahead:
+                    for job in jobs:
+                        job.cancel()
+        if damage:
+            intact = self.stats.chunks - len(damage)
+            raise IntegrityError(
+                damage, note=f"The other {intact} chunks that were read are intact."
+            )
+
+    def _groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
+        for name in ("arrays", "packed"):
+            _refuse_link(self._data / name, None)
+        yield from self._packed_groups(requests)
+        group = _Group()
+        for number, request in enumerate(requests):
+            if request.leaf.spec is None or request.leaf.spec.storage == "packed":
+                continue
+            if request.leaf.name is not None:
+                group.jobs.append(functools.partial(self._check_leaf_folder, request.leaf))
+            for unit in request.plan.units:
+                self._add_unit(group, number, request, unit)
+                if 2 * group.nbytes >= self._bound:
+                    yield group
+                    group = _Group()
+        if group.jobs or group.filled:
+            yield group
+
+    def _add_unit(self, group: "_Group", number: int, request: Request, unit: ReadUnit) -> None:
+        """Buffers for the boxes of a unit, and a job for each of its chunks."""
+        buffers = _buffers(request.plan, unit)
+        group.nbytes += sum(buffer.nbytes for buffer in buffers.values())
+        group.add(number, buffers)
+        for read in unit.reads:
+            group.jobs.append(functools.partial(self._read_chunk, request.leaf, read, buffers))
+
+    def _read_chunk(self, leaf: Leaf, read: ChunkRead, buffers: Mapping[int, Array]) -> None:
+        spec = leaf.spec
+        if spec is None or leaf.name is None:
+            raise CheckpointError(f"{leaf.text} has no array of its own")
+        if read.into is None:
+            place = arrays.aligned_empty(read.box.shape, dtypes.dtype_of(spec.dtype))
+        else:
+            place = buffers[read.into][read.place]
+        store = self._store(leaf.index, leaf.name, spec)
+        self._fetch(store, place.view(dtypes.storage_dtype(spec.dtype)), read.box, leaf, read)
+        self.stats.add(place.nbytes)
+        digests = self.index.entry(leaf.index, read.shard, spec).digests
+        self._check(place, digests, leaf, read)
+        _place(place, read, buffers)
+
+    def _fetch(
+        self, store: ts.TensorStore, place: Array, box: Box, leaf: Leaf, read: ChunkRead
+    ) -> None:
+        """Read `box` of a Zarr array, which is chunk `read` of a leaf, into memory of ours."""
+        where = f"chunk {_position(read, leaf)} of {leaf.text or '(root)'}"
+        try:
+            with storage_errors(f"reading {where}"):
+                ts.array(place).write(store[box.slices()]).result()
+        except FileNotFoundError:
+            raise self._chunk_damage("missing", f"{where} is missing", leaf, read) from None
+        except UnreadableError as error:
+            text = f"{where} is damaged: {error}"
+            raise self._chunk_damage("unreadable", text, leaf, read) from None
+
+    def _check(self, place: Array, digests: bytes, leaf: Leaf, read: ChunkRead) -> None:
+        if not self._verify:
+            return
+        size = tables.DIGEST_NBYTES[self.manifest.digest]
+        wanted = digests[read.chunk * size : (read.chunk + 1) * size]
+        found = digest_of(self._digest, place)
+        if found != wanted:
+            text = (
+                f"chunk {_position(read, leaf)} of {leaf.text or '(root)'} is damaged: "
+                f"digest {found.hex()[:8]}…, the checkpoint has {wanted.hex()[:8]}…"
+            )
+            raise self._chunk_damage("digest", text, leaf, read)
+
+    def _chunk_damage(
+        self, kind: DamageKind, text: str, leaf: Leaf, read: ChunkRead
+    ) -> IntegrityError:
+        return IntegrityError(
+            [Damage(path=leaf.text, kind=kind, text=text, chunk=_position(read, leaf))]
+        )
+
+    def _store(self, leaf: int, name: str, spec: ArraySpec) -> ts.TensorStore:
+        store = self._stores.get(leaf)
+        if store is None:
+            store = arrays.open_leaf(self._data, name, spec, self._ctx, write=False)
+            self._stores[leaf] = store
+        return store
+
+    def _check_leaf_folder(self, leaf: Leaf) -> None:
+        if leaf.spec is not None and leaf.name is not None:
+            folder = arrays.array_folder(self._data, leaf.name)
+            check_folder(folder, leaf.spec.shards.counts, leaf.text)
+
+    def _packed_groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
+        """Packed shards: few large reads, each of many shards."""
+        shards = list(self._packed_shards(requests))
+        left = Counter((shard.request, shard.unit) for shard in shards)
+        buffers: dict[tuple[int, int], dict[int, Array]] = {}
+        group = _Group()
+        for process in sorted({shard.process for shard in shards}):
+            group.jobs.append(functools.partial(self._check_packed_folder, process))
+        extents = {shard.process: self._extent(shard.process) for shard in shards}
+        for window in windows(shards, extents):
+            memory = arrays.aligned_empty((window.stop - window.start,), np.dtype(np.uint8))
+            group.nbytes += memory.nbytes
+            placed = []
+            for shard in window.shards:
+                request = requests[shard.request]
+                view = _view(memory, shard, window, request)
+                unit, key = request.plan.units[shard.unit], (shard.request, shard.unit)
+                if unit.is_direct:
+                    group.add(shard.request, {unit.boxes[0]: view})
+                    placed.append(_Placed(shard, request.leaf, view, None))
+                    continue
+                if key not in buffers:
+                    buffers[key] = _buffers(request.plan, unit)
+                    group.nbytes += sum(b.nbytes for b in buffers[key].values())
+                placed.append(_Placed(shard, request.leaf, view, buffers[key]))
+                left[key] -= 1
+                if not left[key]:
+                    group.add(shard.request, buffers.pop(key))
+            group.jobs.append(functools.partial(self._read_window, memory, window, placed))
+            if 2 * group.nbytes >= self._bound:
+                yield group
+                group = _Group()
+        if group.jobs:
+            yield group
+
+    def _packed_shards(self, requests: Sequence[Request]) -> Iterator[PackedShard]:
+        for number, request in enumerate(requests):
+            spec, leaf = request.plan.spec, request.leaf
+            if spec.storage != "packed":
+                continue
+            for at, unit in enumerate(request.plan.units):
+                for read in unit.reads:
+                    shard = self.index.entry(leaf.index, read.shard, spec)
+                    yield PackedShard(
+                        process=shard.process,
+                        offset=shard.offset or 0,
+                        nbytes=read.box.size * spec.itemsize,
+                        digest=shard.digests,
+                        request=number,
+                        unit=at,
+                        read=read,
+                    )
+
+    def _extent(self, process: int) -> Packed:
+        packed = self.tables[process].packed
+        if packed is None:
+            raise FormatError(f"table {process} has packed shards without a packed array")
+        return packed
+
+    def _packed_store(self, process: int) -> ts.TensorStore:
+        codec = next(s.codec for s in self.manifest.specs if s.storage == "packed")
+        metadata = arrays.packed_zarr(self._extent(process), codec)
+        folder = arrays.packed_folder(self._data, process)
+        return arrays.open_array(folder, metadata, self._ctx, write=False)
+
+    def _check_packed_folder(self, process: int) -> None:
+        packed = self._extent(process)
+        files = -(-packed.nbytes // packed.shard_nbytes)
+        check_folder(arrays.packed_folder(self._data, process), (files,), None)
+
+    def _read_window(self, memory: Array, window: Window, placed: Sequence["_Placed"]) -> None:
+        store = self._packed_store(window.process)
+        lost: list[Damage] = []
+        try:
+            with storage_errors(f"reading packed array {window.process}"):
+                ts.array(memory).write(store[window.start : window.stop]).result()
+        except (FileNotFoundError, UnreadableError):
+            # One by one, to tell the leaves that are lost from those that are not.
+            lost = _damage_of(lambda item: self._read_packed(store, item), placed)
+        lost_paths = {damage.path for damage in lost}
+        rest = [item for item in placed if item.leaf.text not in lost_paths]
+        lost += _damage_of(self._finish_packed, rest)
+        if lost:
+            raise IntegrityError(lost)
+
+    def _read_packed(self, store: ts.TensorStore, item: "_Placed") -> None:
+        shard = item.shard
+        flat = item.view.reshape(-1).view(np.uint8)
+        box = Box((shard.offset,), (shard.offset + shard.nbytes,))
+        self._fetch(store, flat, box, item.leaf, shard.read)
+
+    def _finish_packed(self, item: "_Placed") -> None:
+        self.stats.add(item.view.nbytes)
+        self._check(item.view, item.shard.digest, item.leaf, item.shard.read)
+        if item.buffers is not None:
+            _place(item.view, item.shard.read, item.buffers)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Jobs that run together, and what is filled when all of them are done."""
+
+    jobs: list[Callable[[], None]] = field(default_factory=list)
+    filled: list[Filled] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, request: int, buffers: Mapping[int, Array]) -> None:
+        for box, buffer in buffers.items():
+            self.filled.append(Filled(request=request, box=box, buffer=buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A packed shard in the memory of its window; `buffers` is None if it stays there."""
+
+    shard: PackedShard
+    leaf: Leaf
+    view: Array
+    buffers: Mapping[int, Array] | None
+
+
+def _damage_of(step: Callable[["_Placed"], None], items: Sequence["_Placed"]) -> list[Damage]:
+    damage: list[Damage] = []
+    for item in items:
+        try:
+            step(item)
+        except IntegrityError as error:
+            damage += error.damage
+    return damage
+
+
+def _collect(
+    group: _Group, jobs: Sequence[Future[None]], damage: list[Damage]
+) -> Iterator[list[Filled]]:
+    """What a group filled; after the first damage nothing, only what else is damaged."""
+    for job in jobs:
+        try:
+            job.result()
+        except IntegrityError as error:
+            damage += error.damage
+    if not damage and group.filled:
+        yield group.filled
+
+
+def _buffers(plan: ReadPlan, unit: ReadUnit) -> dict[int, Array]:
+    """New memory for the boxes of a unit."""
+    dtype = dtypes.dtype_of(plan.spec.dtype)
+    return {at: arrays.aligned_empty(plan.boxes[at].shape, dtype) for at in unit.boxes}
+
+
+def _view(memory: Array, shard: PackedShard, window: Window, request: Request) -> Array:
+    """A packed shard as an array, in the memory of its window."""
+    start = shard.offset - window.start
+    dtype = dtypes.dtype_of(request.plan.spec.dtype)
+    flat = memory[start : start + shard.nbytes].view(dtype)
+    return flat.reshape(shard.read.box.shape)
+
+
+def _place(chunk: Array, read: ChunkRead, buffers: Mapping[int, Array]) -> None:
+    """Copy a verified chunk to every box that wants a part of it."""
+    if read.into is not None and not np.may_share_memory(chunk, buffers[read.into]):
+        buffers[read.into][read.place] = chunk
+    for copy in read.copies:
+        buffers[copy.box][copy.place] = chunk[copy.source]
+
+
+def _position(read: ChunkRead, leaf: Leaf) -> tuple[int, ...]:
+    """Position of a chunk in the grid of all chunks of its array."""
+    cell = leaf.spec.chunk_shape if leaf.spec is not None else ()
+    return tuple(a // c for a, c in zip(read.box.start, cell, strict=True))
+
+
+def _refuse_link(path: Path, leaf: str | None) -> None:
+    if path.is_symlink():
+        raise _damaged(leaf, "link", f"{path} is a symbolic link; a checkpoint has none", path)
+
+
+def _damaged(leaf: str | None, kind: DamageKind, text: str, file: Path) -> IntegrityError:
+    return IntegrityError([Damage(path=leaf, kind=kind, text=text, file=str(file))])
+
+
+def check_folder(folder: Path, counts: tuple[int, ...], leaf: str | None) -> None:
+    """Look for links and for shards outside the grid in the folder of an array.
+
+    Raises:
+        IntegrityError: There are some. A shard that is missing shows when it is read.
+    """
+    _refuse_link(folder, leaf)
+    damage: list[Damage] = []
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        kind: DamageKind | None = None
+        if entry.is_symlink():
+            kind, what = "link", "is a symbolic link; a checkpoint has none"
+        elif _SHARD_FILE.fullmatch(entry.name) and not _in_grid(entry.name, counts):
+            kind, what = "extra", "is a shard that the array does not have"
+        if kind is not None:
+            text = f"{entry.path} {what}"
+            damage.append(Damage(path=leaf, kind=kind, text=text, file=entry.path))
+    if damage:
+        raise IntegrityError(damage)
+
+
+_SHARD_FILE = re.compile(r"c(\.\d+)*", re.ASCII)
+
+
+def _in_grid(name: str, counts: tuple[int, ...]) -> bool:
+    numbers = name.split(".")[1:]
+    return len(numbers) == len(counts) and all(
+        str(int(n)) == n and int(n) < count for n, count in zip(numbers, counts, strict=True)
+    )

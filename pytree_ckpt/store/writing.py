@@ -1,0 +1,190 @@
+"""Execute a plan of a save: hash and write shards, pack the small ones, keep the table."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorstore as ts
+
+from pytree_ckpt.format import dtypes, tables, zarr
+from pytree_ckpt.format.boxes import Box, Grid
+from pytree_ckpt.format.manifest import TableRef
+from pytree_ckpt.format.tables import Packed, Rows, Table
+from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.plan.saving import SavePlan
+from pytree_ckpt.store import arrays, disk
+from pytree_ckpt.store.budget import ByteBudget
+from pytree_ckpt.store.digests import Digest, digest_function, digest_of
+from pytree_ckpt.store.failures import storage_errors
+
+HostView = Callable[[int, Box], npt.NDArray[Any]]
+"""`view(leaf, box)`: the elements of a box that this process holds, on the host."""
+
+
+def thread_count(asked: int | None) -> int:
+    """Threads to use: one for each processor that this process may run on."""
+    if asked is not None:
+        return asked
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+class Writer:
+    """Writes what one process owns below a data folder."""
+
+    def __init__(
+        self, data: Path, plan: SavePlan, view: HostView, *, process: int, options: SaveOptions
+    ) -> None:
+        self._data = data
+        self._plan = plan
+        self._view = view
+        self._process = process
+        self._threads = thread_count(options.threads)
+        self._codec = options.codec
+        self._digest: Digest = digest_function(options.digest)
+        self._budget = ByteBudget(options.max_inflight_bytes)
+        self._ctx = arrays.context(threads=self._threads)
+
+    def write(self, per_process: Mapping[int, Any]) -> TableRef:
+        """Write shards, packed shards, `zarr.json`s and the table, durably up to `data`."""
+        for name in ("arrays", "packed", "tables"):
+            (self._data / name).mkdir()
+        rows, packed_rows = self._write_shards()
+        table = Table(
+            process=self._process,
+            arrays=rows,
+            packed_rows=packed_rows,
+            packed=self._plan.packed,
+            per_process=per_process,
+        )
+        data, digest = tables.to_bytes(table)
+        disk.write_new(arrays.table_file(self._data, self._process), data)
+        for name in ("arrays", "packed", "tables"):
+            disk.fsync_dir(self._data / name)
+        return TableRef(nbytes=len(data), id=digest)
+
+    def _write_shards(self) -> tuple[Rows, Rows]:
+        plan = self._plan
+        rows = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
+        with ThreadPoolExecutor(self._threads, "pytree_ckpt-save") as pool:
+            describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
+            stores = {leaf: self._open_leaf(leaf) for leaf in np.unique(plan.array_leaf).tolist()}
+            jobs = [pool.submit(self._write_shard, stores[leaf], leaf, s) for leaf, s in rows]
+            pieces = [pool.submit(self._write_piece, *piece) for piece in self._pieces()]
+            _finish([*describe, *jobs, *pieces])
+        return (
+            Rows(leaf=plan.array_leaf, shard=plan.array_shard, digests=_joined(jobs)),
+            Rows(
+                leaf=plan.packed_leaf,
+                shard=plan.packed_shard,
+                offset=plan.packed_offset,
+                digests=_joined(pieces),
+            ),
+        )
+
+    def _metadata(self) -> Iterable[tuple[Path, dict[str, Any]]]:
+        """Folder and content of every `zarr.json` that this process writes."""
+        plan = self._plan
+        if self._process == 0:
+            for leaf, name in plan.names.items():
+                folder = arrays.array_folder(self._data, name)
+                yield folder, zarr.array_metadata(plan.spec(leaf))
+        if plan.packed is not None:
+            folder = arrays.packed_folder(self._data, self._process)
+            yield folder, arrays.packed_zarr(plan.packed, self._codec)
+
+    @staticmethod
+    def _write_json(folder: Path, metadata: dict[str, Any]) -> None:
+        folder.mkdir(exist_ok=True)
+        disk.write_new(folder / "zarr.json", zarr.to_json(metadata))
+        disk.fsync_dir(folder)
+
+    def _open_leaf(self, leaf: int) -> ts.TensorStore:
+        plan = self._plan
+        return arrays.open_leaf(
+            self._data, plan.names[leaf], plan.spec(leaf), self._ctx, write=True
+        )
+
+    def _write_shard(self, store: ts.TensorStore, leaf: int, shard: int) -> bytes:
+        """Write one zarr shard; the digests of its chunks."""
+        spec = self._plan.spec(leaf)
+        box = spec.shards.box(shard)
+        with self._budget.hold(box.size * spec.itemsize):
+            source = np.ascontiguousarray(self._view(leaf, box))
+            values = source.view(dtypes.storage_dtype(spec.dtype))
+            name = self._plan.names[leaf]
+            with storage_errors(f"writing {arrays.array_folder(self._data, name)}"):
+                pending = store[box.slices()].write(
+                    values, can_reference_source_data_indefinitely=True
+                )
+                try:
+                    grid = Grid(box.shape, spec.chunk_shape)
+                    found = [digest_of(self._digest, source[b.slices()]) for b in grid.boxes()]
+                finally:
+                    # The memory of `values` is TensorStore's until the write is done.
+                    pending.result()
+        return b"".join(found)
+
+    def _pieces(self) -> Iterable[tuple[ts.TensorStore, Packed, int, int, int]]:
+        """The files of the packed array: each with its rows `first:stop` and its first byte."""
+        packed = self._plan.packed
+        if packed is None:
+            return
+        folder = arrays.packed_folder(self._data, self._process)
+        metadata = arrays.packed_zarr(packed, self._codec)
+        store = arrays.open_array(folder, metadata, self._ctx, write=True)
+        file_of = self._plan.packed_offset // packed.shard_nbytes
+        for file in range(-(-packed.nbytes // packed.shard_nbytes)):
+            first, stop = np.searchsorted(file_of, [file, file + 1]).tolist()
+            yield store, packed, first, stop, file * packed.shard_nbytes
+
+    def _write_piece(
+        self, store: ts.TensorStore, packed: Packed, first: int, stop: int, base: int
+    ) -> bytes:
+        """Fill and write one file of the packed array; the digests of its shards."""
+        plan = self._plan
+        nbytes = min(packed.shard_nbytes, packed.nbytes - base)
+        found = []
+        with self._budget.hold(nbytes):
+            buffer = np.zeros(nbytes, np.uint8)
+            rows = zip(
+                plan.packed_leaf[first:stop].tolist(),
+                plan.packed_shard[first:stop].tolist(),
+                (plan.packed_offset[first:stop] - base).tolist(),
+                strict=True,
+            )
+            for leaf, shard, at in rows:
+                source = self._view(leaf, plan.spec(leaf).shards.box(shard))
+                place = buffer[at : at + source.nbytes]
+                np.copyto(place.view(source.dtype).reshape(source.shape), source)
+                found.append(self._digest(place))
+            with storage_errors(f"writing {arrays.packed_folder(self._data, self._process)}"):
+                store[base : base + nbytes].write(
+                    buffer, can_reference_source_data_indefinitely=True
+                ).result()
+        return b"".join(found)
+
+
+def _finish(jobs: Sequence[Future[Any]]) -> None:
+    """Wait for all jobs; on a failure or an interrupt cancel those that have not begun.
+
+    Raises:
+        BaseException: The first failure, in the order of the jobs.
+    """
+    try:
+        wait(jobs, return_when=FIRST_EXCEPTION)
+    finally:
+        for job in jobs:
+            job.cancel()
+        wait(jobs)
+    for job in jobs:
+        if not job.cancelled():
+            job.result()
+
+
+def _joined(jobs: Sequence[Future[bytes]]) -> bytes:
+    return b"".join(job.result() for job in jobs)

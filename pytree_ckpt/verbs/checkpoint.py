@@ -1,0 +1,235 @@
+"""Look into a checkpoint without devices: its manifest, and arrays read as numpy."""
+
+import math
+from collections.abc import Iterator
+from types import EllipsisType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pytree_ckpt.errors import NotFoundError
+from pytree_ckpt.format import dtypes
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Box, whole
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.paths import from_text
+from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.store import commit
+from pytree_ckpt.store.locations import PathLike, locate
+
+Index = int | slice | EllipsisType
+
+
+def read_manifest(path: PathLike) -> Manifest:
+    """Read what a checkpoint holds; no devices and no array data are needed.
+
+    Raises:
+        NotFoundError: No committed checkpoint is there.
+        FormatError: The manifest is damaged or of a newer version.
+    """
+    return commit.read_manifest(locate(path))
+
+
+def open_checkpoint(
+    path: PathLike, *, verify: bool = True, options: LoadOptions | None = None
+) -> "Checkpoint":
+    """Open a checkpoint to read parts of it; chunks are read, and verified, when asked for.
+
+    Raises:
+        NotFoundError: No committed checkpoint is there.
+        FormatError: The manifest is damaged or of a newer version.
+
+    Example:
+        >>> import tempfile, numpy as np, pytree_ckpt as pc
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pc.save(folder, {"w": np.arange(12.0).reshape(3, 4), "step": 7})
+        ...     with pc.open(folder) as ckpt:
+        ...         print(ckpt.keys(), ckpt["step"], ckpt["w"][1, 1:3])
+        ['step', 'w'] 7 [5. 6.]
+    """
+    return Checkpoint(path, verify=verify, options=options or LoadOptions())
+
+
+class Checkpoint:
+    """A checkpoint that is open for reading; its leaves are found by the text of their path."""
+
+    def __init__(self, path: PathLike, *, verify: bool, options: LoadOptions) -> None:
+        # TensorStore takes a third of a second to import, which a manifest does not need.
+        from pytree_ckpt.store.reading import CheckpointReader
+
+        location = locate(path)
+        self.manifest, self._lock = commit.open_to_read(location)
+        self._location = location
+        self._reader = CheckpointReader(
+            location.path, self.manifest, verify=verify, options=options
+        )
+
+    def keys(self) -> list[str]:
+        """Text of the path of every leaf, in order."""
+        return [leaf.text for leaf in self.manifest.leaves]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.manifest.leaf_codes)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and from_text(key, self.manifest.by_text) is not None
+
+    def __getitem__(self, key: str) -> Any:
+        """A `StoredArray`, a Python value, or the list of the values of all processes."""
+        text = from_text(key, self.manifest.by_text)
+        if text is None:
+            raise KeyError(f"no leaf {key!r} in {self._location}; keys() lists them")
+        return self._value(self.manifest.by_text[text])
+
+    def _value(self, leaf: Leaf) -> Any:
+        if leaf.per_process:
+            return [table.per_process.get(leaf.index) for table in self._reader.tables]
+        return leaf.value if leaf.spec is None else StoredArray(self, leaf, leaf.spec)
+
+    def to_numpy(self) -> Any:
+        """The whole tree in builtin containers, arrays as numpy, keys as their data.
+
+        Raises:
+            IntegrityError: Damaged chunks, all of them.
+        """
+        leaves = [self._value(leaf) for leaf in self.manifest.leaves]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, StoredArray)]
+        boxes = [(array.leaf, array.spec, whole(array.shape)) for array in arrays]
+        filled = iter(self._fill(boxes))
+        return self.manifest.tree.build(
+            [
+                _host_value(leaf, next(filled)) if isinstance(leaf, StoredArray) else leaf
+                for leaf in leaves
+            ]
+        )
+
+    def read_box(self, leaf: Leaf, spec: ArraySpec, box: Box) -> npt.NDArray[Any]:
+        """The elements of one box of a leaf, verified."""
+        return self._fill([(leaf, spec, box)])[0]
+
+    def _fill(self, wanted: list[tuple[Leaf, ArraySpec, Box]]) -> list[npt.NDArray[Any]]:
+        from pytree_ckpt.plan.loading import plan_reads
+        from pytree_ckpt.store.reading import Request
+
+        if not self._lock.is_open:
+            raise NotFoundError(f"{self._location} was closed")
+        requests = [Request(leaf=leaf, plan=plan_reads(spec, [box])) for leaf, spec, box in wanted]
+        found: list[npt.NDArray[Any]] = [np.empty(0)] * len(wanted)
+        for group in self._reader.read(requests):
+            for part in group:
+                packed = wanted[part.request][1].storage == "packed"
+                found[part.request] = part.buffer.copy() if packed else part.buffer
+        return found
+
+    def close(self) -> None:
+        """Let the checkpoint go; it may then be replaced or deleted."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self._location)!r}, {self.manifest!r})"
+
+
+class StoredArray:
+    """An array in a checkpoint; indexing with ints and slices reads the chunks that it needs."""
+
+    def __init__(self, checkpoint: Checkpoint, leaf: Leaf, spec: ArraySpec) -> None:
+        self.leaf = leaf
+        self.spec = spec
+        self._checkpoint = checkpoint
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape as stored; keys have the dimensions of their data at the end."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype as stored; keys are `uint32`."""
+        return dtypes.dtype_of(self.spec.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.nbytes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> npt.NDArray[Any]:
+        box, rest = _to_box(index, self.shape)
+        return self._checkpoint.read_box(self.leaf, self.spec, box)[rest]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        found = self[...]
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"StoredArray({self.leaf})"
+
+
+def _host_value(array: StoredArray, buffer: npt.NDArray[Any]) -> Any:
+    return buffer[()] if array.spec.kind == "scalar" else buffer
+
+
+def _to_box(
+    index: Index | tuple[Index, ...], shape: tuple[int, ...]
+) -> tuple[Box, tuple[int | slice, ...]]:
+    """The box that covers a numpy-style index, and the index within the box.
+
+    Raises:
+        IndexError: Out of bounds, or too many indices.
+        TypeError: Something that is not an int, a slice or an ellipsis.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    if sum(item is Ellipsis for item in items) > 1:
+        raise IndexError("an index can have one ellipsis")
+    given = len(items) - (Ellipsis in items)
+    if given > len(shape):
+        raise IndexError(f"{given} indices for an array of shape {shape}")
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    fill: list[Any] = [slice(None)] * (len(shape) - given)
+    items = items[:at] + fill + items[at + 1 :]
+    starts, stops, rest = [], [], []
+    for item, extent in zip(items, shape, strict=True):
+        if isinstance(item, slice):
+            taken = range(*item.indices(extent))
+            low, high = (min(taken), max(taken) + 1) if taken else (0, 0)
+            starts.append(low)
+            stops.append(high)
+            rest.append(_within(taken, low))
+        else:
+            number = item.__index__() if not isinstance(item, EllipsisType) else 0
+            if not -extent <= number < extent:
+                raise IndexError(f"index {number} is out of bounds for an extent of {extent}")
+            starts.append(number % extent)
+            stops.append(number % extent + 1)
+            rest.append(0)
+    return Box(tuple(starts), tuple(stops)), tuple(rest)
+
+
+def _within(taken: range, low: int) -> slice:
+    """A slice of a box that begins at `low`, from the elements that are taken."""
+    if not taken:
+        return slice(0, 0)
+    start, last = taken[0] - low, taken[-1] - low
+    stop: int | None = last + (1 if taken.step > 0 else -1)
+    return slice(start, None if stop is not None and stop < 0 else stop, taken.step)

@@ -1,0 +1,304 @@
+"""Load a checkpoint: describe the target, compare, plan, read and verify, place, assemble."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from pytree_ckpt.errors import CheckpointError, IntegrityError, Mismatch, MismatchError
+from pytree_ckpt.format import dtypes
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import whole
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.per_process import PerProcess
+from pytree_ckpt.jaxio import placing, processes, targets
+from pytree_ckpt.jaxio.targets import Target, TargetTree
+from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.plan import compare
+from pytree_ckpt.plan.loading import ReadPlan, plan_reads
+from pytree_ckpt.store import commit
+from pytree_ckpt.store.locations import Location, PathLike, locate
+from pytree_ckpt.store.reading import Array, CheckpointReader, Filled, Request
+
+_LOG = logging.getLogger("pytree_ckpt")
+
+
+def load(
+    path: PathLike,
+    target: Any = None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    reshard: bool = False,
+    cast: bool = False,
+    partial: bool = False,
+    verify: bool = True,
+    options: LoadOptions | None = None,
+) -> Any:
+    """Load a checkpoint, each chunk verified before it reaches a device.
+
+    Args:
+        path: The folder of the checkpoint.
+        target: A tree of `jax.ShapeDtypeStruct`s (with shardings), arrays or Python scalars.
+            Each leaf comes back as its target's kind, the tree as the target's classes. Without
+            one: builtin containers, arrays on the saved mesh rebuilt from the devices at hand.
+        mesh: Mesh for what the target leaves open: saved specs, and abstract meshes.
+        reshard: Allow another mesh, partition spec, memory kind or process count. Without a
+            target and a mesh everything goes to the default device.
+        cast: Allow another dtype, by numpy's rules; an imaginary part is never dropped.
+        partial: Allow a target that asks for fewer leaves than there are.
+        verify: Check every digest. Without it a flipped bit is loaded as it is.
+        options: Memory bound and threads.
+
+    Raises:
+        MismatchError: The target does not fit, with every reason; no array data was read.
+        IntegrityError: The bytes are not those that were saved, with every damaged chunk.
+        NotFoundError: No committed checkpoint is there.
+        FormatError: The manifest is damaged or of a newer version.
+        UnsupportedLeafError: The target has leaves that ask for nothing storable.
+
+    Example:
+        >>> import tempfile, pytree_ckpt as pc
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pc.save(folder + "/ckpt", {"scale": np.float32([1, 2]), "step": 7})
+        ...     pc.load(folder + "/ckpt", {"scale": np.zeros(2, np.float32), "step": 0})
+        {'scale': array([1., 2.], dtype=float32), 'step': 7}
+    """
+    location = locate(path)
+    manifest, lock = commit.open_to_read(location)
+    with lock:
+        wanted = _wanted(manifest, target, mesh)
+        items, skipped = _resolve(
+            manifest, wanted, target is None, mesh, reshard=reshard, cast=cast, partial=partial
+        )
+        reader = CheckpointReader(
+            location.path, manifest, verify=verify, options=options or LoadOptions()
+        )
+        try:
+            leaves = _read(reader, items, len(wanted.leaves))
+        except IntegrityError:
+            _check_still_there(location, manifest)
+            raise
+    _LOG.info(
+        "loaded %s: %d leaves, %d bytes in %d chunks%s",
+        location,
+        len(leaves),
+        reader.stats.nbytes,
+        reader.stats.chunks,
+        f", {len(skipped)} leaves not asked for" if skipped else "",
+    )
+    if target is None:
+        return manifest.tree.build(leaves)
+    return jax.tree_util.tree_unflatten(wanted.treedef, leaves)
+
+
+def _wanted(manifest: Manifest, target: Any, mesh: jax.sharding.Mesh | None) -> TargetTree:
+    if target is not None:
+        return targets.describe_target(target, mesh=mesh)
+    leaves = [targets.as_saved(leaf) for leaf in manifest.leaves]
+    return TargetTree(tree=manifest.tree, treedef=None, leaves=leaves, mismatches=[])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+    """A saved leaf, what is wanted of it, and where it goes: `at` in the list of results.
+
+    `sharding` is JAX's; None puts the array on the default device, uncommitted.
+    """
+
+    at: int
+    leaf: Leaf
+    target: Target
+    sharding: Any
+
+    @property
+    def on_device(self) -> bool:
+        return self.target.want.kind in ("jax", "key")
+
+
+def _resolve(
+    manifest: Manifest,
+    wanted: TargetTree,
+    everything: bool,
+    mesh: jax.sharding.Mesh | None,
+    *,
+    reshard: bool,
+    cast: bool,
+    partial: bool,
+) -> tuple[list[_Item], Sequence[Leaf]]:
+    """Pair what is wanted with what is saved.
+
+    Raises:
+        MismatchError: They do not fit.
+    """
+    match = compare.match_leaves(manifest, wanted.tree, partial=partial)
+    found = [*wanted.mismatches, *match.mismatches]
+    if not reshard:
+        found += compare.compare_processes(manifest, processes.process_count())
+    unresolved = {m.path for m in wanted.mismatches}
+    items = []
+    for at, leaf in match.pairs:
+        if leaf.text in unresolved:
+            continue
+        target = wanted.leaves[at]
+        wrong = compare.compare_leaf(leaf, target.want, cast=cast)
+        wrong += targets.check_width(leaf, target.want)
+        sharding = None
+        if target.want.kind in ("jax", "key") and not wrong:
+            to_default = everything and reshard and mesh is None
+            sharding, layout_wrong = _layout(leaf, target, mesh, to_default, reshard=reshard)
+            wrong += layout_wrong
+        found += wrong
+        items.append(_Item(at=at, leaf=leaf, target=target, sharding=sharding))
+    if found:
+        raise MismatchError(found, leaves=len(manifest.leaves), remedy=compare.remedy(found))
+    return items, match.skipped
+
+
+def _layout(
+    leaf: Leaf,
+    target: Target,
+    mesh: jax.sharding.Mesh | None,
+    to_default: bool,
+    *,
+    reshard: bool,
+) -> tuple[Any, list[Mismatch]]:
+    """The sharding a leaf is loaded with, and why it may not be."""
+    sharding, plain = target.sharding, target.want.sharding
+    if sharding is None:
+        if to_default:
+            return None, []
+        sharding, plain, wrong = targets.open_sharding(leaf, mesh=mesh, reshard=reshard)
+        if wrong or plain is None:
+            return sharding, wrong
+    if plain is None:
+        return sharding, []
+    shape = leaf.spec.shape if leaf.spec is not None else ()
+    wrong = compare.check_divisible(leaf, shape, plain)
+    if not reshard:
+        wrong += compare.compare_layout(leaf, plain)
+    if target.committed is False:
+        sharding = None
+    return sharding, wrong
+
+
+def _read(reader: CheckpointReader, items: Sequence[_Item], count: int) -> list[Any]:
+    """The leaves of the result, in the order of the target."""
+    assembly = _Assembly(count)
+    requests = []
+    for item in items:
+        if item.leaf.spec is None:
+            assembly.put_value(item, reader)
+        else:
+            requests.append(assembly.request(item, item.leaf.spec))
+    for group in reader.read(requests):
+        assembly.place(group)
+    return assembly.finish()
+
+
+class _Assembly:
+    """Places what was read and puts leaves together from their shards."""
+
+    def __init__(self, count: int) -> None:
+        self._results: list[Any] = [None] * count
+        self._items: list[_Item] = []
+        self._layouts: list[placing.Layout | None] = []
+        self._shards: list[list[Any]] = []
+        self._layout_of: dict[Any, placing.Layout] = {}
+        self._plan_of: dict[tuple[int, int], ReadPlan] = {}
+
+    def request(self, item: _Item, spec: ArraySpec) -> Request:
+        """What to read for one leaf."""
+        layout = None
+        if item.on_device and item.sharding is not None:
+            mark = (item.sharding, spec.shape)
+            layout = self._layout_of.get(mark)
+            if layout is None:
+                layout = self._layout_of[mark] = placing.Layout(*mark)
+        key = (id(spec), id(layout))
+        if key not in self._plan_of:
+            boxes = [whole(spec.shape)] if layout is None else layout.boxes
+            self._plan_of[key] = plan_reads(spec, boxes)
+        self._items.append(item)
+        self._layouts.append(layout)
+        self._shards.append([None] * (len(layout.places) if layout else 1))
+        return Request(leaf=item.leaf, plan=self._plan_of[key])
+
+    def place(self, group: Sequence[Filled]) -> None:
+        """Put verified boxes on their devices, all of a group in one call."""
+        buffers: list[Array] = []
+        places: list[Any] = []
+        owners: list[tuple[int, int]] = []
+        for filled in group:
+            item, layout = self._items[filled.request], self._layouts[filled.request]
+            buffer = _as_wanted(item, filled.buffer)
+            if not item.on_device:
+                self._shards[filled.request][0] = buffer
+                continue
+            for at, place in [(0, None)] if layout is None else layout.holders(filled.box):
+                buffers.append(buffer)
+                places.append(place)
+                owners.append((filled.request, at))
+        for (request, at), shard in zip(owners, placing.put(buffers, places), strict=True):
+            self._shards[request][at] = shard
+
+    def put_value(self, item: _Item, reader: CheckpointReader) -> None:
+        """A Python value, as the target wants it."""
+        want = item.target.want
+        if item.leaf.per_process:
+            table = reader.tables[processes.process_index()]
+            self._results[item.at] = PerProcess(table.per_process[item.leaf.index])
+        elif want.dtype is None:
+            value: Any = item.leaf.value
+            same = type(value).__name__ == want.kind
+            self._results[item.at] = value if same else placing.scalar_of(want.kind, value)
+        else:
+            buffer = np.asarray(item.leaf.value).astype(dtypes.dtype_of(want.dtype))
+            if item.on_device:
+                self._results[item.at] = placing.replicate(buffer, item.sharding)
+            else:
+                self._results[item.at] = buffer if want.kind == "numpy" else buffer[()]
+
+    def finish(self) -> list[Any]:
+        """All leaves."""
+        for item, layout, shards in zip(self._items, self._layouts, self._shards, strict=True):
+            spec, target = item.leaf.spec, item.target
+            if spec is None:
+                raise CheckpointError(f"{item.leaf.text} has no array")
+            if not item.on_device:
+                self._results[item.at] = _on_host(item, shards[0])
+                continue
+            array = shards[0]
+            if layout is not None:
+                array = placing.assemble(spec.shape, item.sharding, shards)
+            weak = spec.weak_type if target.weak_type is None else target.weak_type
+            self._results[item.at] = placing.finish(array, key_impl=spec.key_impl, weak_type=weak)
+        return self._results
+
+
+def _as_wanted(item: _Item, buffer: Array) -> Array:
+    """The elements in the wanted dtype; a numpy leaf gets memory of its own."""
+    want, spec = item.target.want, item.leaf.spec
+    if want.kind != "key" and want.dtype is not None and spec is not None:
+        if want.dtype != spec.dtype:
+            return placing.cast(buffer, dtypes.dtype_of(want.dtype))
+    if not item.on_device and spec is not None and spec.storage == "packed":
+        return buffer.copy()
+    return buffer
+
+
+def _on_host(item: _Item, buffer: Array) -> Any:
+    want = item.target.want
+    if want.kind == "numpy":
+        return buffer
+    if want.kind == "scalar":
+        return buffer[()]
+    return placing.scalar_of(want.kind, buffer[()])
+
+
+def _check_still_there(location: Location, manifest: Manifest) -> None:
+    """Where folders cannot be locked, data may go while it is read."""
+    if commit.read_manifest(location).nonce != manifest.nonce:
+        raise CheckpointError(f"{location} was replaced while it was read; load again") from None
