@@ -14,6 +14,7 @@ from typing import NamedTuple
 from train_report import History, plot_losses
 
 STEPS, SAVE_EVERY, KILL_AT, RESHARDED_STEPS = 60, 10, 35, 10
+SHOWN_LEAVES = 3  # of those that an error names, each on an indented line
 STEP_LINE = re.compile(r"step (\d+)/\d+ .* (-?0x\S+)")
 
 
@@ -26,11 +27,11 @@ class Run(NamedTuple):
 
 
 def run_training(run_dir: Path, *arguments: str) -> Run:
-    """Run `train.py` in a process of its own, and show what it prints, if not every step."""
+    """Run `train.py` in a process of its own; show what it prints, but not every step or leaf."""
     command = [str(Path(__file__).with_name("train.py")), *arguments]
     print("\n$ python", *command, "--run-dir", run_dir, flush=True)
     command = [sys.executable, *command, f"--save-every={SAVE_EVERY}", f"--run-dir={run_dir}"]
-    losses, lines = {}, []
+    losses, lines, leaves = {}, [], 0
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -40,7 +41,10 @@ def run_training(run_dir: Path, *arguments: str) -> Run:
             found = STEP_LINE.match(line)
             if found:
                 losses[int(found[1])] = found[2]
-            if not found or int(found[1]) % 5 == 0:
+            leaves = leaves + 1 if line.startswith("  ") else 0
+            if leaves == SHOWN_LEAVES + 1:
+                print("      ... and so on, for every leaf")
+            elif leaves <= SHOWN_LEAVES and (not found or int(found[1]) % 5 == 0):
                 print("   ", line.rstrip(), flush=True)
     return Run(process.returncode, losses, "".join(lines))
 

@@ -8,9 +8,19 @@ each element. So what is hashed, what is stored and what is in memory are the sa
 import ml_dtypes
 import numpy as np
 
-_NATIVE = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64", "complex128"]
-_EXTENDED_STORED_AS_SUCH = ["bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz"]
-_STORED_AS_BYTES = ["float8_e3m4", "float8_e4m3", "float8_e8m0fnu", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "int1", "int2", "int4", "uint1", "uint2", "uint4"]
+_NATIVE = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_EXTENDED_STORED_AS_SUCH = (
+    *("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz"),
+)
+_STORED_AS_BYTES = (
+    *("float8_e3m4", "float8_e4m3", "float8_e8m0fnu"),
+    *("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"),
+    *("int1", "int2", "int4", "uint1", "uint2", "uint4"),
+)
 
 _BY_NAME: dict[str, np.dtype] = {
     **{name: np.dtype(name) for name in _NATIVE},
@@ -21,7 +31,6 @@ _BY_NAME: dict[str, np.dtype] = {
     },
 }
 _NAME_OF: dict[np.dtype, str] = {dtype: name for name, dtype in _BY_NAME.items()}
-_BITS = {"int1": 1, "uint1": 1, "int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
 
 
 def names() -> tuple[str, ...]:
@@ -30,6 +39,7 @@ def names() -> tuple[str, ...]:
 
 
 def is_known(name: str) -> bool:
+    """Whether this release and the installed ml_dtypes have the dtype."""
     return name in _BY_NAME
 
 

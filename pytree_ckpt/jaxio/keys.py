@@ -4,12 +4,14 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _KNOWN_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    """Whether a dtype is one of typed keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def impl_of_array(keys: jax.Array) -> str:
@@ -32,9 +34,11 @@ def _names() -> dict[Any, str]:
 
 def data_of(keys: jax.Array) -> jax.Array:
     """The key data: `uint32`, with the dimensions of one key at the end."""
-    return jax.random.key_data(keys)
+    data: jax.Array = jax.random.key_data(keys)
+    return data
 
 
 def wrap(data: jax.Array, impl: str) -> jax.Array:
     """Keys from their data."""
-    return jax.random.wrap_key_data(data, impl=impl)
+    keys: jax.Array = jax.random.wrap_key_data(data, impl=impl)
+    return keys

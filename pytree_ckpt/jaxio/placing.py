@@ -48,7 +48,9 @@ def put(buffers: Sequence[Array], places: Sequence[Any]) -> list[jax.Array]:
     if not buffers:
         return []
     arrays: list[jax.Array] = jax.device_put(list(buffers), list(places))
-    return jax.block_until_ready(arrays)
+    for array in arrays:
+        array.block_until_ready()
+    return arrays
 
 
 def replicate(buffer: Array, sharding: Any) -> jax.Array:

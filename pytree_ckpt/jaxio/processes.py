@@ -4,10 +4,12 @@ import jax
 
 
 def process_index() -> int:
+    """Index of this process."""
     return int(jax.process_index())
 
 
 def process_count() -> int:
+    """Number of processes."""
     return int(jax.process_count())
 
 
@@ -17,6 +19,7 @@ def process_of_device() -> dict[int, int]:
 
 
 def device_count() -> int:
+    """Number of devices of all processes."""
     return int(jax.device_count())
 
 

@@ -29,7 +29,7 @@ def describe(sharding: Any, shape: Shape) -> Sharding:
             memory_kind=_memory_kind(sharding, sharding.mesh.devices.flat[0]),
         )
     if isinstance(sharding, SingleDeviceSharding):
-        (device,) = sharding.device_set
+        device: Any = next(iter(sharding.device_set))
         return Single(device_id=device.id, memory_kind=_memory_kind(sharding, device))
     return _tiled(sharding, shape)
 
@@ -119,7 +119,8 @@ def rebuild_mesh(mesh: Mesh) -> jax.sharding.Mesh | None:
 
 def rebuild_spec(spec: Spec) -> PartitionSpec:
     """The partition spec of a plain spec."""
-    return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in spec))
+    entries: list[Any] = [None if not e else e[0] if len(e) == 1 else tuple(e) for e in spec]
+    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
 
 
 def named(mesh: jax.sharding.Mesh, sharding: Named) -> NamedSharding:
@@ -133,9 +134,11 @@ def named(mesh: jax.sharding.Mesh, sharding: Named) -> NamedSharding:
 
 def ambient_mesh() -> jax.sharding.Mesh | None:
     """The concrete mesh of `jax.set_mesh`, None outside of one."""
-    get_mesh = getattr(jax.sharding, "get_mesh", None)
-    if get_mesh is None:  # JAX before 0.9 has no public name for it
-        from jax._src.mesh import get_concrete_mesh as get_mesh
+    get_mesh: Any = getattr(jax.sharding, "get_mesh", None)
+    if get_mesh is None:  # JAX 0.8 has no public name for it.
+        from jax._src import mesh as private
+
+        get_mesh = private.get_concrete_mesh
     mesh = get_mesh()
     return None if mesh is None or mesh.empty else mesh
 

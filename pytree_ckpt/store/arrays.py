@@ -52,14 +52,17 @@ def open_array(
 
 
 def array_folder(data: Path, name: str) -> Path:
+    """Folder of the array of a leaf."""
     return data / "arrays" / name
 
 
 def packed_folder(data: Path, process: int) -> Path:
+    """Folder of the packed array of a process."""
     return data / "packed" / f"{process:05d}"
 
 
 def table_file(data: Path, process: int) -> Path:
+    """File of the table of a process."""
     return data / "tables" / f"{process:05d}.msgpack"
 
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
-from pytree_ckpt.format import manifest as manifests
-from pytree_ckpt.format import wire
+from pytree_ckpt.format import manifest_file, wire
 from pytree_ckpt.format.manifest import MANIFEST_FILE, Manifest
 from pytree_ckpt.store import disk
 from pytree_ckpt.store.locations import Location
@@ -38,7 +37,7 @@ def read_manifest(location: Location) -> Manifest:
         if error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
             raise FormatError(f"{file} is not a regular file") from None
         raise
-    return manifests.from_bytes(data, what=str(file))
+    return manifest_file.from_bytes(data, what=str(file))
 
 
 def _why_not_found(path: Path) -> str:

@@ -1,9 +1,6 @@
 """Execute plans of a load: read each chunk once, verify it, scatter it to who wants it."""
 
-import errno
 import functools
-import os
-import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +15,7 @@ import numpy.typing as npt
 import tensorstore as ts
 
 from pytree_ckpt.errors import CheckpointError, Damage, DamageKind, FormatError, IntegrityError
-from pytree_ckpt.format import dtypes, tables, wire
+from pytree_ckpt.format import dtypes, tables
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.format.manifest import Leaf, Manifest
@@ -26,7 +23,7 @@ from pytree_ckpt.format.tables import Packed, ShardIndex, Table
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan.loading import ChunkRead, ReadPlan, ReadUnit
 from pytree_ckpt.plan.windows import PackedShard, Window, windows
-from pytree_ckpt.store import arrays, disk
+from pytree_ckpt.store import arrays, contents
 from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.writing import thread_count
@@ -84,36 +81,16 @@ class CheckpointReader:
         self._digest = digest_function(manifest.digest)
         self._ctx = arrays.context(threads=self._threads)
         self._stores: dict[int, ts.TensorStore] = {}
-        _refuse_link(self._data, None)
+        contents.refuse_link(self._data, None)
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """The tables of all processes, each checked against the manifest."""
-        _refuse_link(self._data / "tables", None)
-        return tuple(self._table(process) for process in range(self.manifest.process_count))
-
-    def _table(self, process: int) -> Table:
-        file = arrays.table_file(self._data, process)
-        wanted = self.manifest.tables[process]
-        try:
-            data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
-        except FileNotFoundError:
-            raise _damaged(None, "missing", f"the table {file} is missing", file) from None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EINVAL):
-                raise _damaged(None, "link", f"{file} is not a regular file", file) from None
-            raise
-        if len(data) != wanted.nbytes:
-            text = f"the table {file} has {len(data)} bytes, the manifest says {wanted.nbytes}"
-            raise _damaged(None, "size", text, file)
-        try:
-            table, found = tables.from_bytes(data, what=str(file))
-        except FormatError as error:
-            raise _damaged(None, "digest", str(error), file) from None
-        if found != wanted.id or table.process != process:
-            text = f"the table {file} is not the one that the manifest names"
-            raise _damaged(None, "digest", text, file)
-        return table
+        contents.refuse_link(self._data / "tables", None)
+        return tuple(
+            contents.read_table(self._data, self.manifest, process)
+            for process in range(self.manifest.process_count)
+        )
 
     @cached_property
     def index(self) -> ShardIndex:
@@ -152,7 +129,7 @@ class CheckpointReader:
 
     def _groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
         for name in ("arrays", "packed"):
-            _refuse_link(self._data / name, None)
+            contents.refuse_link(self._data / name, None)
         yield from self._packed_groups(requests)
         group = _Group()
         for number, request in enumerate(requests):
@@ -235,7 +212,7 @@ class CheckpointReader:
     def _check_leaf_folder(self, leaf: Leaf) -> None:
         if leaf.spec is not None and leaf.name is not None:
             folder = arrays.array_folder(self._data, leaf.name)
-            check_folder(folder, leaf.spec.shards.counts, leaf.text)
+            contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
 
     def _packed_groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
         """Packed shards: few large reads, each of many shards."""
@@ -305,7 +282,7 @@ class CheckpointReader:
     def _check_packed_folder(self, process: int) -> None:
         packed = self._extent(process)
         files = -(-packed.nbytes // packed.shard_nbytes)
-        check_folder(arrays.packed_folder(self._data, process), (files,), None)
+        contents.check_folder(arrays.packed_folder(self._data, process), (files,), None)
 
     def _read_window(self, memory: Array, window: Window, placed: Sequence["_Placed"]) -> None:
         store = self._packed_store(window.process)
@@ -407,47 +384,3 @@ def _position(read: ChunkRead, leaf: Leaf) -> tuple[int, ...]:
     """Position of a chunk in the grid of all chunks of its array."""
     cell = leaf.spec.chunk_shape if leaf.spec is not None else ()
     return tuple(a // c for a, c in zip(read.box.start, cell, strict=True))
-
-
-def _refuse_link(path: Path, leaf: str | None) -> None:
-    if path.is_symlink():
-        raise _damaged(leaf, "link", f"{path} is a symbolic link; a checkpoint has none", path)
-
-
-def _damaged(leaf: str | None, kind: DamageKind, text: str, file: Path) -> IntegrityError:
-    return IntegrityError([Damage(path=leaf, kind=kind, text=text, file=str(file))])
-
-
-def check_folder(folder: Path, counts: tuple[int, ...], leaf: str | None) -> None:
-    """Look for links and for shards outside the grid in the folder of an array.
-
-    Raises:
-        IntegrityError: There are some. A shard that is missing shows when it is read.
-    """
-    _refuse_link(folder, leaf)
-    damage: list[Damage] = []
-    try:
-        entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        kind: DamageKind | None = None
-        if entry.is_symlink():
-            kind, what = "link", "is a symbolic link; a checkpoint has none"
-        elif _SHARD_FILE.fullmatch(entry.name) and not _in_grid(entry.name, counts):
-            kind, what = "extra", "is a shard that the array does not have"
-        if kind is not None:
-            text = f"{entry.path} {what}"
-            damage.append(Damage(path=leaf, kind=kind, text=text, file=entry.path))
-    if damage:
-        raise IntegrityError(damage)
-
-
-_SHARD_FILE = re.compile(r"c(\.\d+)*", re.ASCII)
-
-
-def _in_grid(name: str, counts: tuple[int, ...]) -> bool:
-    numbers = name.split(".")[1:]
-    return len(numbers) == len(counts) and all(
-        str(int(n)) == n and int(n) < count for n, count in zip(numbers, counts, strict=True)
-    )

@@ -208,7 +208,9 @@ def _to_box(
     at = items.index(Ellipsis) if Ellipsis in items else len(items)
     fill: list[Any] = [slice(None)] * (len(shape) - given)
     items = items[:at] + fill + items[at + 1 :]
-    starts, stops, rest = [], [], []
+    starts: list[int] = []
+    stops: list[int] = []
+    rest: list[int | slice] = []
     for item, extent in zip(items, shape, strict=True):
         if isinstance(item, slice):
             taken = range(*item.indices(extent))

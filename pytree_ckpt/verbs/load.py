@@ -281,9 +281,8 @@ class _Assembly:
 def _as_wanted(item: _Item, buffer: Array) -> Array:
     """The elements in the wanted dtype; a numpy leaf gets memory of its own."""
     want, spec = item.target.want, item.leaf.spec
-    if want.kind != "key" and want.dtype is not None and spec is not None:
-        if want.dtype != spec.dtype:
-            return placing.cast(buffer, dtypes.dtype_of(want.dtype))
+    if spec is not None and not compare.is_same_bytes(spec, want):
+        return placing.cast(buffer, dtypes.dtype_of(want.dtype or spec.dtype))
     if not item.on_device and spec is not None and spec.storage == "packed":
         return buffer.copy()
     return buffer

@@ -10,8 +10,7 @@ from importlib import metadata as distributions
 from typing import Any
 
 from pytree_ckpt.errors import CheckpointError, FormatError
-from pytree_ckpt.format import manifest as manifests
-from pytree_ckpt.format import values, wire
+from pytree_ckpt.format import manifest_file, values, wire
 from pytree_ckpt.format.manifest import Manifest, TableRef
 from pytree_ckpt.jaxio import processes
 from pytree_ckpt.jaxio.buffers import HostViews
@@ -92,7 +91,7 @@ def save(
         complete = dataclasses.replace(
             draft, nonce=attempt.nonce, tables=(table,), seconds=seconds, created=time.time()
         )
-        data, digest = manifests.to_bytes(complete)
+        data, digest = manifest_file.to_bytes(complete)
         started = time.perf_counter()
         attempt.commit(data)
     _LOG.info(
@@ -103,7 +102,7 @@ def save(
         ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items()),
         time.perf_counter() - started,
     )
-    return manifests.with_id(complete, digest)
+    return manifest_file.with_id(complete, digest)
 
 
 def _draft(described: Described, plan: SavePlan, metadata: Any, options: SaveOptions) -> Manifest:
@@ -129,7 +128,7 @@ def _draft(described: Described, plan: SavePlan, metadata: Any, options: SaveOpt
         created=0.0,
         seconds={},
     )
-    manifests.to_bytes(draft)
+    manifest_file.to_bytes(draft)
     return draft
 
 

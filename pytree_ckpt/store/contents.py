@@ -1,0 +1,86 @@
+"""What is in the data folder of a checkpoint: the tables, and files that do not belong."""
+
+import errno
+import os
+import re
+from pathlib import Path
+
+from pytree_ckpt.errors import Damage, DamageKind, FormatError, IntegrityError
+from pytree_ckpt.format import tables, wire
+from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.format.tables import Table
+from pytree_ckpt.store import arrays, disk
+
+
+def read_table(data_folder: Path, manifest: Manifest, process: int) -> Table:
+    """The table of one process.
+
+    Raises:
+        IntegrityError: It is missing, a link, or not the one that the manifest names.
+    """
+    file = arrays.table_file(data_folder, process)
+    wanted = manifest.tables[process]
+    try:
+        data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
+    except FileNotFoundError:
+        raise _damaged(None, "missing", f"the table {file} is missing", file) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EINVAL):
+            raise _damaged(None, "link", f"{file} is not a regular file", file) from None
+        raise
+    if len(data) != wanted.nbytes:
+        text = f"the table {file} has {len(data)} bytes, the manifest says {wanted.nbytes}"
+        raise _damaged(None, "size", text, file)
+    try:
+        table, found = tables.from_bytes(data, what=str(file))
+    except FormatError as error:
+        raise _damaged(None, "digest", str(error), file) from None
+    if found != wanted.id or table.process != process:
+        text = f"the table {file} is not the one that the manifest names"
+        raise _damaged(None, "digest", text, file)
+    return table
+
+
+def refuse_link(path: Path, leaf: str | None) -> None:
+    """Raise an `IntegrityError` if `path` is a symbolic link."""
+    if path.is_symlink():
+        raise _damaged(leaf, "link", f"{path} is a symbolic link; a checkpoint has none", path)
+
+
+def _damaged(leaf: str | None, kind: DamageKind, text: str, file: Path) -> IntegrityError:
+    return IntegrityError([Damage(path=leaf, kind=kind, text=text, file=str(file))])
+
+
+def check_folder(folder: Path, counts: tuple[int, ...], leaf: str | None) -> None:
+    """Look for links and for shards outside the grid in the folder of an array.
+
+    Raises:
+        IntegrityError: There are some. A shard that is missing shows when it is read.
+    """
+    refuse_link(folder, leaf)
+    damage: list[Damage] = []
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        kind: DamageKind | None = None
+        if entry.is_symlink():
+            kind, what = "link", "is a symbolic link; a checkpoint has none"
+        elif _SHARD_FILE.fullmatch(entry.name) and not _in_grid(entry.name, counts):
+            kind, what = "extra", "is a shard that the array does not have"
+        if kind is not None:
+            text = f"{entry.path} {what}"
+            damage.append(Damage(path=leaf, kind=kind, text=text, file=entry.path))
+    if damage:
+        raise IntegrityError(damage)
+
+
+_SHARD_FILE = re.compile(r"c(\.\d+)*", re.ASCII)
+
+
+def _in_grid(name: str, counts: tuple[int, ...]) -> bool:
+    numbers = name.split(".")[1:]
+    return len(numbers) == len(counts) and all(
+        str(int(n)) == n and int(n) < count for n, count in zip(numbers, counts, strict=True)
+    )
