@@ -12,6 +12,7 @@ MismatchKind = Literal[
     "sharding",
     "memory kind",
     "process count",
+    "per process",
     "shape",
     "dtype",
     "key impl",

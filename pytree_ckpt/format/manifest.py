@@ -68,7 +68,8 @@ class Manifest:
         leaf_codes: For each leaf an index into `specs`, or `VALUE`, or `PER_PROCESS`.
         values: The Python values, in the order of their leaves.
         names: For each leaf that is stored as a Zarr array of its own, the folder's name.
-        tables: One for each process that saved.
+        process_count: Processes of the layout.
+        tables: One for each process that wrote.
         metadata: What the user gave to `save`.
         created: Seconds since 1970, UTC.
         seconds: Seconds of each stage of the save.
@@ -82,6 +83,7 @@ class Manifest:
     leaf_codes: tuple[int, ...]
     values: tuple[Value, ...]
     names: tuple[str, ...]
+    process_count: int
     device_count: int
     platform: str
     tables: tuple[TableRef, ...]
@@ -107,12 +109,8 @@ class Manifest:
             raise ValueError("array folders and leaves differ in number, or two share a name")
         if not all(map(paths.is_safe_file_name, self.names)):
             raise ValueError("an array folder has a name that could leave the checkpoint")
-        if not self.tables:
-            raise ValueError("a manifest has at least one table")
-
-    @property
-    def process_count(self) -> int:
-        return len(self.tables)
+        if not self.tables or self.process_count < 1:
+            raise ValueError("a manifest has at least one table and one process")
 
     @property
     def data_dir(self) -> str:

@@ -1,5 +1,6 @@
 """Tables: what one process wrote, shard by shard, with the digest of every chunk."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,13 +62,13 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """All that one process wrote. `per_process` has its own values by leaf index."""
+    """All that one process wrote. `per_process` has values by (leaf, process)."""
 
     process: int
     arrays: Rows
     packed_rows: Rows
     packed: Packed | None
-    per_process: Mapping[int, Any]
+    per_process: Mapping[tuple[int, int], Any]
 
     def __post_init__(self) -> None:
         if self.process < 0:
@@ -90,7 +91,7 @@ def to_bytes(table: Table) -> tuple[bytes, bytes]:
             "arrays": _rows_to_wire(table.arrays),
             "packed_rows": _rows_to_wire(table.packed_rows),
             "packed": [packed.nbytes, packed.shard_nbytes, packed.chunk_nbytes] if packed else None,
-            "per_process": [[leaf, value] for leaf, value in sorted(table.per_process.items())],
+            "per_process": [[*key, table.per_process[key]] for key in sorted(table.per_process)],
         },
     )
 
@@ -121,7 +122,7 @@ def from_bytes(data: bytes, *, what: str) -> tuple[Table, bytes]:
             packed=Packed(nbytes=packed[0], shard_nbytes=packed[1], chunk_nbytes=packed[2])
             if packed
             else None,
-            per_process=_pairs(reader.list("per_process"), what),
+            per_process=_per_process(reader.list("per_process"), what),
         )
     return table, digest
 
@@ -135,12 +136,12 @@ def _rows_from_wire(reader: Reader) -> Rows:
     )
 
 
-def _pairs(items: Sequence[Any], what: str) -> dict[int, Any]:
-    out: dict[int, Any] = {}
+def _per_process(items: Sequence[Any], what: str) -> dict[tuple[int, int], Any]:
+    out: dict[tuple[int, int], Any] = {}
     for item in items:
         match item:
-            case [int() as leaf, value] if leaf not in out:
-                out[leaf] = value
+            case [int() as leaf, int() as process, value] if (leaf, process) not in out:
+                out[leaf, process] = value
             case _:
                 raise FormatError(f"{what} has a bad list of values")
     return out
@@ -165,7 +166,7 @@ class ShardIndex:
             too many or too few digests.
     """
 
-    __slots__ = ("_base", "_digest_nbytes", "_first", "_process", "_row", "_tables")
+    __slots__ = ("_base", "_digest_nbytes", "_first", "_offset", "_process", "_tables")
 
     def __init__(
         self, specs: Sequence[ArraySpec | None], tables: Sequence[Table], *, digest: str
@@ -177,77 +178,105 @@ class ShardIndex:
         rows = sum(len(t.arrays.leaf) + len(t.packed_rows.leaf) for t in tables)
         if rows != total:
             raise FormatError(f"the tables have {rows} shards, the manifest has {total}")
-        self._base = np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))]).astype(np.int64)
-        self._process = np.full(total, -1, np.int64)
-        self._row = np.zeros(total, np.int64)
-        self._first = np.zeros(total, np.int64)
+        base = np.concatenate([_no_rows(), [0], np.cumsum(np.asarray(counts, np.int64))])
+        columns = _Columns(base, total)
         for at, table in enumerate(tables):
-            self._enter(specs, at, table.arrays, packed=None)
-            self._enter(specs, at, table.packed_rows, packed=table.packed)
-        if (self._process < 0).any():
-            missing = int(np.argmax(self._process < 0))
-            raise FormatError(f"no table has shard number {missing} of {total}")
+            columns.enter(specs, at, table.arrays, packed=None, digest_nbytes=self._digest_nbytes)
+            columns.enter(
+                specs,
+                at,
+                table.packed_rows,
+                packed=table.packed,
+                digest_nbytes=self._digest_nbytes,
+            )
+        # Lists, because they are read one element at a time.
+        self._base: list[int] = base.tolist()
+        self._process: list[int] = columns.process.tolist()
+        self._first: list[int] = columns.first.tolist()
+        self._offset: list[int] = columns.offset.tolist()
 
-    def _enter(
-        self, specs: Sequence[ArraySpec | None], at: int, rows: Rows, *, packed: Packed | None
+    def entry(self, leaf: int, shard: int, spec: ArraySpec) -> ShardEntry:
+        """Place and digests of one shard."""
+        where = self._base[leaf] + shard
+        table = self._tables[self._process[where]]
+        size = self._digest_nbytes
+        first = self._first[where] * size
+        if spec.storage == "packed":
+            digest = table.packed_rows.digests[first : first + size]
+            return ShardEntry(table.process, self._offset[where], digest)
+        count = Grid(spec.shards.box(shard).shape, spec.chunk_shape).size
+        return ShardEntry(table.process, None, table.arrays.digests[first : first + count * size])
+
+
+class _Columns:
+    """For each shard of a checkpoint its table, its first digest there, its packed offset."""
+
+    def __init__(self, base: Ints, total: int) -> None:
+        self.base = base
+        self.process = np.full(total, -1, np.int64)
+        self.first = np.zeros(total, np.int64)
+        self.offset = np.zeros(total, np.int64)
+
+    def enter(
+        self,
+        specs: Sequence[ArraySpec | None],
+        at: int,
+        rows: Rows,
+        *,
+        packed: Packed | None,
+        digest_nbytes: int,
     ) -> None:
+        """Take the rows of one table, each checked.
+
+        As many rows as shards, and none twice: so each shard is there once.
+        """
         if not len(rows.leaf):
             if rows.digests:
                 raise FormatError("a table has digests of no shard")
             return
-        leaf = rows.leaf
-        if leaf.max() >= len(self._base) - 1:
+        leaf, shard = rows.leaf, rows.shard
+        if leaf.max() >= len(self.base) - 1:
             raise FormatError("a table names a leaf that the manifest does not have")
-        if (rows.shard >= self._base[leaf + 1] - self._base[leaf]).any():
+        if (shard >= self.base[leaf + 1] - self.base[leaf]).any():
             raise FormatError("a table names a shard that its leaf does not have")
-        chunks = np.empty(len(leaf), np.int64)
-        wanted = "array" if packed is None else "packed"
-        starts = np.flatnonzero(np.r_[True, leaf[1:] != leaf[:-1]])
-        for start, stop in zip(starts, np.r_[starts[1:], len(leaf)], strict=True):
-            spec = specs[int(leaf[start])]
-            if spec is None or spec.storage != wanted:
-                raise FormatError(f"a table lists leaf {int(leaf[start])} as {wanted}")
-            shards = rows.shard[start:stop]
-            chunks[start:stop] = chunk_counts(spec, shards)
-            if packed is not None:
-                _check_packed(spec, shards, rows.offset[start:stop], packed)
-        if int(chunks.sum()) * self._digest_nbytes != len(rows.digests):
-            raise FormatError("a table does not have one digest for each chunk")
-        where = self._base[leaf] + rows.shard
-        if (self._process[where] >= 0).any():
+        where = self.base[leaf] + shard
+        if (self.process[where] >= 0).any():
             raise FormatError("a shard is in two tables")
-        self._process[where] = at
-        self._row[where] = np.arange(len(leaf))
-        self._first[where] = np.cumsum(chunks) - chunks
-
-    def entry(self, leaf: int, shard: int, spec: ArraySpec) -> ShardEntry:
-        """Place and digests of one shard."""
-        where = int(self._base[leaf]) + shard
-        at = int(self._process[where])
-        table = self._tables[at]
-        rows = table.packed_rows if spec.storage == "packed" else table.arrays
-        size = self._digest_nbytes
-        first = int(self._first[where]) * size
-        if spec.storage == "packed":
-            offset = int(rows.offset[self._row[where]])
-            return ShardEntry(table.process, offset, rows.digests[first : first + size])
-        count = Grid(spec.shards.box(shard).shape, spec.chunk_shape).size
-        return ShardEntry(table.process, None, rows.digests[first : first + count * size])
+        chunks, nbytes = _extents(specs, rows, "array" if packed is None else "packed")
+        if int(chunks.sum()) * digest_nbytes != len(rows.digests):
+            raise FormatError("a table does not have one digest for each chunk")
+        if packed is not None:
+            if (rows.offset > packed.nbytes - nbytes).any():
+                raise FormatError("a packed shard lies outside its packed array")
+            self.offset[where] = rows.offset
+        self.process[where] = at
+        self.first[where] = np.cumsum(chunks) - chunks
 
 
-def chunk_counts(spec: ArraySpec, shards: Ints) -> Ints:
-    """Number of chunks in each of these shards."""
-    if all(e % s == 0 for e, s in zip(spec.shape, spec.shard_shape, strict=True)):
-        return np.full(len(shards), spec.chunks_per_shard, np.int64)
-    grid = spec.shards
-    return np.asarray(
-        [Grid(grid.box(int(s)).shape, spec.chunk_shape).size for s in shards], np.int64
-    )
+def _extents(specs: Sequence[ArraySpec | None], rows: Rows, storage: str) -> tuple[Ints, Ints]:
+    """Number of chunks, and of bytes, of the shard in each row."""
+    chunks, nbytes = np.empty_like(rows.leaf), np.empty_like(rows.leaf)
+    starts = np.flatnonzero(np.r_[True, rows.leaf[1:] != rows.leaf[:-1]]).tolist()
+    extent_of: dict[int, tuple[int, int] | None] = {}
+    for start, stop in zip(starts, [*starts[1:], len(rows.leaf)], strict=True):
+        spec = specs[int(rows.leaf[start])]
+        if spec is None or spec.storage != storage:
+            raise FormatError(f"a table lists leaf {int(rows.leaf[start])} as {storage}")
+        if id(spec) not in extent_of:
+            extent_of[id(spec)] = _common_extent(spec)
+        extent = extent_of[id(spec)]
+        if extent is not None:
+            chunks[start:stop], nbytes[start:stop] = extent
+            continue
+        for row in range(start, stop):
+            box = spec.shards.box(int(rows.shard[row]))
+            chunks[row] = Grid(box.shape, spec.chunk_shape).size
+            nbytes[row] = box.size * spec.itemsize
+    return chunks, nbytes
 
 
-def _check_packed(spec: ArraySpec, shards: Ints, offsets: Ints, packed: Packed) -> None:
-    grid = spec.shards
-    for shard, offset in zip(shards, offsets, strict=True):
-        nbytes = grid.box(int(shard)).size * spec.itemsize
-        if not 0 <= offset <= packed.nbytes - nbytes:
-            raise FormatError("a packed shard lies outside its packed array")
+def _common_extent(spec: ArraySpec) -> tuple[int, int] | None:
+    """Chunks and bytes that every shard has, None if the last ones are cut off."""
+    if any(e % s for e, s in zip(spec.shape, spec.shard_shape, strict=True)):
+        return None
+    return spec.chunks_per_shard, math.prod(spec.shard_shape) * spec.itemsize

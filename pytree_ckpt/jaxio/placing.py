@@ -18,15 +18,18 @@ Array = npt.NDArray[Any]
 class Layout:
     """The distinct boxes of a sharding in this process, and the devices that hold each."""
 
-    __slots__ = ("_holders", "boxes", "places")
+    __slots__ = ("_holders", "_number_of", "boxes", "places")
 
     def __init__(self, sharding: Any, shape: Shape) -> None:
         numbers: dict[Box, int] = {}
+        self._number_of: dict[Any, int] = {}
         self.places: list[tuple[int, SingleDeviceSharding]] = []
         index_map = sharding.addressable_devices_indices_map(shape)
         for device, index in index_map.items():
             box = whole(shape) if index is None else box_of(index, shape)
             number = numbers.setdefault(box, len(numbers))
+            if index is not None:
+                self._number_of[_hashable(index)] = number
             kind = sharding.memory_kind
             self.places.append((number, SingleDeviceSharding(device, memory_kind=kind)))
         self.boxes = tuple(numbers)
@@ -34,9 +37,24 @@ class Layout:
         for at, (number, place) in enumerate(self.places):
             self._holders[number].append((at, place))
 
+    def number(self, index: tuple[slice, ...] | None) -> int:
+        """The box that JAX means by an index."""
+        return 0 if index is None else self._number_of[_hashable(index)]
+
     def holders(self, box: int) -> list[tuple[int, Any]]:
         """Position among the local devices, and placement, of each device that holds a box."""
         return self._holders[box]
+
+
+def _hashable(index: tuple[slice, ...]) -> tuple[Any, ...]:
+    return tuple((s.start, s.stop) for s in index)
+
+
+def from_boxes(shape: Shape, sharding: Any, layout: Layout, buffers: Sequence[Array]) -> jax.Array:
+    """A global array from the boxes that this process holds; one call for all its devices."""
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: buffers[layout.number(index)]
+    )
 
 
 def put(buffers: Sequence[Array], places: Sequence[Any]) -> list[jax.Array]:
@@ -48,9 +66,14 @@ def put(buffers: Sequence[Array], places: Sequence[Any]) -> list[jax.Array]:
     if not buffers:
         return []
     arrays: list[jax.Array] = jax.device_put(list(buffers), list(places))
+    wait_for(arrays)
+    return arrays
+
+
+def wait_for(arrays: Sequence[jax.Array]) -> None:
+    """Return when transfers to these arrays are done and host memory may be let go."""
     for array in arrays:
         array.block_until_ready()
-    return arrays
 
 
 def replicate(buffer: Array, sharding: Any) -> jax.Array:

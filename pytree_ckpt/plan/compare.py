@@ -254,6 +254,15 @@ def compare_processes(manifest: Manifest, process_count: int) -> list[Mismatch]:
     return [Mismatch(path="", kind="process count", text=text, saved=saved, wanted=wanted)]
 
 
+def compare_owners(leaf: Leaf, manifest: Manifest, process_count: int) -> list[Mismatch]:
+    """A value per process has no meaning for another number of processes."""
+    if not leaf.per_process or manifest.process_count == process_count:
+        return []
+    saved, wanted = str(manifest.process_count), str(process_count)
+    text = f"process count: one value for each of {saved} processes, loading on {wanted}"
+    return [Mismatch(path=leaf.text, kind="per process", text=text, saved=saved, wanted=wanted)]
+
+
 def remedy(mismatches: Sequence[Mismatch]) -> str:
     """How to go on, for the kinds of mismatch there are."""
     kinds = {m.kind for m in mismatches}
@@ -270,6 +279,11 @@ def remedy(mismatches: Sequence[Mismatch]) -> str:
         advice.append("Pass partial=True to load only the leaves of the target.")
     if "missing" in kinds:
         advice.append("A missing leaf must be left out of the target, or come from elsewhere.")
+    if "per process" in kinds:
+        advice.append(
+            "Values per process are not resharded: leave them out with partial=True, "
+            "and read all of them with pytree_ckpt.open(path)[leaf]."
+        )
     if kinds & {"shape", "divisibility"}:
         advice.append("Shapes are never changed.")
     if kinds & {"kind", "key impl", "structure"}:

@@ -23,7 +23,7 @@ class ChunkRead:
     Attributes:
         shard: Number of the zarr shard in the array.
         chunk: Number of the chunk in the shard.
-        box: Its elements, in the array.
+        box, shape, nbytes: Its elements in the array, how many in each dimension, their bytes.
         into: Number of a wanted box in which the chunk is one byte range, so that it can be read
             into place; None where it must be read aside.
         copies: What goes where else.
@@ -32,6 +32,8 @@ class ChunkRead:
     shard: int
     chunk: int
     box: Box
+    shape: Shape
+    nbytes: int
     into: int | None
     place: tuple[slice, ...]
     copies: tuple[Copy, ...]
@@ -63,7 +65,7 @@ class ReadPlan:
     @property
     def nbytes_read(self) -> int:
         """Bytes of the chunks."""
-        return self.spec.itemsize * sum(r.box.size for unit in self.units for r in unit.reads)
+        return sum(read.nbytes for unit in self.units for read in unit.reads)
 
 
 def plan_reads(spec: ArraySpec, boxes: Sequence[Box]) -> ReadPlan:
@@ -102,9 +104,21 @@ def _chunk_reads(spec: ArraySpec, boxes: tuple[Box, ...]) -> list[ChunkRead]:
         inner = Grid(outer.shape, spec.chunk_shape)
         for chunk in range(inner.size):
             box = _shifted(inner.box(chunk), outer.start)
-            read = _chunk_read(shard, chunk, box, numbers, boxes)
-            if read is not None:
-                reads.append(read)
+            into, place, copies = _uses(box, numbers, boxes)
+            if into is None and not copies:
+                continue
+            reads.append(
+                ChunkRead(
+                    shard=shard,
+                    chunk=chunk,
+                    box=box,
+                    shape=box.shape,
+                    nbytes=box.size * spec.itemsize,
+                    into=into,
+                    place=place,
+                    copies=tuple(copies),
+                )
+            )
     return reads
 
 
@@ -115,9 +129,10 @@ def _shifted(box: Box, by: Shape) -> Box:
     )
 
 
-def _chunk_read(
-    shard: int, chunk: int, box: Box, numbers: Sequence[int], boxes: Sequence[Box]
-) -> ChunkRead | None:
+def _uses(
+    box: Box, numbers: Sequence[int], boxes: Sequence[Box]
+) -> tuple[int | None, tuple[slice, ...], list[Copy]]:
+    """Who wants a chunk: the box it can be read into, where there, and what is copied."""
     into: int | None = None
     place: tuple[slice, ...] = ()
     copies = []
@@ -132,11 +147,7 @@ def _chunk_read(
         copies.append(
             Copy(box=number, place=common.slices(target.start), source=common.slices(box.start))
         )
-    if into is None and not copies:
-        return None
-    return ChunkRead(
-        shard=shard, chunk=chunk, box=box, into=into, place=place, copies=tuple(copies)
-    )
+    return into, place, copies
 
 
 def _units(boxes: Sequence[Box], reads: Sequence[ChunkRead]) -> tuple[ReadUnit, ...]:

@@ -1,5 +1,6 @@
 """The plan of a save: which process writes which shard, and where it goes."""
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -150,9 +151,12 @@ def _shared_out(
     """The shards that fall to `process` when each goes to the holder with least to write."""
     grid, mine = spec.shards, []
     for shards, who in cells:
+        least = [(load.get(p, 0), p) for p in who]
+        heapq.heapify(least)
         for shard in shards.tolist():
-            writer = min(who, key=lambda p: (load.get(p, 0), p))
-            load[writer] = load.get(writer, 0) + grid.box(shard).size * spec.itemsize
+            nbytes, writer = least[0]
+            load[writer] = nbytes + grid.box(shard).size * spec.itemsize
+            heapq.heapreplace(least, (load[writer], writer))
             if writer == process:
                 mine.append(shard)
     return np.asarray(sorted(mine), np.int64)

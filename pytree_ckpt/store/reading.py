@@ -89,8 +89,24 @@ class CheckpointReader:
         contents.refuse_link(self._data / "tables", None)
         return tuple(
             contents.read_table(self._data, self.manifest, process)
-            for process in range(self.manifest.process_count)
+            for process in range(len(self.manifest.tables))
         )
+
+    def per_process(self, leaf: int) -> list[Any]:
+        """The values of a leaf that every process has its own of, by process.
+
+        Raises:
+            FormatError: The tables do not have one for each process.
+        """
+        found = {
+            process: value
+            for table in self.tables
+            for (at, process), value in table.per_process.items()
+            if at == leaf
+        }
+        if sorted(found) != list(range(self.manifest.process_count)):
+            raise FormatError(f"the tables lack values of leaf {leaf}, which each process has")
+        return [found[process] for process in range(self.manifest.process_count)]
 
     @cached_property
     def index(self) -> ShardIndex:
@@ -158,7 +174,7 @@ class CheckpointReader:
         if spec is None or leaf.name is None:
             raise CheckpointError(f"{leaf.text} has no array of its own")
         if read.into is None:
-            place = arrays.aligned_empty(read.box.shape, dtypes.dtype_of(spec.dtype))
+            place = arrays.aligned_empty(read.shape, dtypes.dtype_of(spec.dtype))
         else:
             place = buffers[read.into][read.place]
         store = self._store(leaf.index, leaf.name, spec)
@@ -260,7 +276,7 @@ class CheckpointReader:
                     yield PackedShard(
                         process=shard.process,
                         offset=shard.offset or 0,
-                        nbytes=read.box.size * spec.itemsize,
+                        nbytes=read.nbytes,
                         digest=shard.digests,
                         request=number,
                         unit=at,
@@ -369,7 +385,7 @@ def _view(memory: Array, shard: PackedShard, window: Window, request: Request) -
     start = shard.offset - window.start
     dtype = dtypes.dtype_of(request.plan.spec.dtype)
     flat = memory[start : start + shard.nbytes].view(dtype)
-    return flat.reshape(shard.read.box.shape)
+    return flat.reshape(shard.read.shape)
 
 
 def _place(chunk: Array, read: ChunkRead, buffers: Mapping[int, Array]) -> None:

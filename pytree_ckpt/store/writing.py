@@ -45,12 +45,13 @@ class Writer:
         self._process = process
         self._threads = thread_count(options.threads)
         self._codec = options.codec
+        self._boxes: dict[tuple[int, int], Box] = {}
         self._digest: Digest = digest_function(options.digest)
         self._budget = ByteBudget(options.max_inflight_bytes)
         self._ctx = arrays.context(threads=self._threads)
 
     def write(self, per_process: Mapping[int, Any]) -> TableRef:
-        """Write shards, packed shards, `zarr.json`s and the table, durably up to `data`."""
+        """Write the values of this process by leaf, shards, packed shards, `zarr.json`s and the table, durably up to `data`."""
         for name in ("arrays", "packed", "tables"):
             (self._data / name).mkdir()
         rows, packed_rows = self._write_shards()
@@ -59,7 +60,7 @@ class Writer:
             arrays=rows,
             packed_rows=packed_rows,
             packed=self._plan.packed,
-            per_process=per_process,
+            per_process={(leaf, self._process): v for leaf, v in per_process.items()},
         )
         data, digest = tables.to_bytes(table)
         disk.write_new(arrays.table_file(self._data, self._process), data)
@@ -129,6 +130,14 @@ class Writer:
                     pending.result()
         return b"".join(found)
 
+    def _box(self, leaf: int, shard: int) -> Box:
+        """The elements of a shard; leaves of one spec share the work."""
+        key = (self._plan.codes[leaf], shard)
+        box = self._boxes.get(key)
+        if box is None:
+            box = self._boxes[key] = self._plan.spec(leaf).shards.box(shard)
+        return box
+
     def _pieces(self) -> Iterable[tuple[ts.TensorStore, Packed, int, int, int]]:
         """The files of the packed array: each with its rows `first:stop` and its first byte."""
         packed = self._plan.packed
@@ -158,7 +167,7 @@ class Writer:
                 strict=True,
             )
             for leaf, shard, at in rows:
-                source = self._view(leaf, plan.spec(leaf).shards.box(shard))
+                source = self._view(leaf, self._box(leaf, shard))
                 place = buffer[at : at + source.nbytes]
                 np.copyto(place.view(source.dtype).reshape(source.shape), source)
                 found.append(self._digest(place))

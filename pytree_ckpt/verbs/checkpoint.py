@@ -87,7 +87,7 @@ class Checkpoint:
 
     def _value(self, leaf: Leaf) -> Any:
         if leaf.per_process:
-            return [table.per_process.get(leaf.index) for table in self._reader.tables]
+            return self._reader.per_process(leaf.index)
         return leaf.value if leaf.spec is None else StoredArray(self, leaf, leaf.spec)
 
     def to_numpy(self) -> Any:

@@ -144,6 +144,7 @@ def _resolve(
             continue
         target = wanted.leaves[at]
         wrong = compare.compare_leaf(leaf, target.want, cast=cast)
+        wrong += compare.compare_owners(leaf, manifest, processes.process_count())
         wrong += targets.check_width(leaf, target.want)
         sharding = None
         if target.want.kind in ("jax", "key") and not wrong:
@@ -198,14 +199,33 @@ def _read(reader: CheckpointReader, items: Sequence[_Item], count: int) -> list[
     return assembly.finish()
 
 
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """An array that is being put together: verified boxes, or shards already on their devices."""
+
+    item: _Item
+    spec: ArraySpec
+    layout: placing.Layout | None
+    boxes: list[Any]
+    shards: list[Any]
+    left: int
+
+    @property
+    def by_shard(self) -> bool:
+        """Whether shards go to their devices one by one, because the array is large."""
+        return self.layout is not None and self.spec.nbytes > _PLACE_WHOLE_NBYTES
+
+
+_PLACE_WHOLE_NBYTES = 64 << 20
+"""Arrays up to this size wait on the host until all of their boxes are there."""
+
+
 class _Assembly:
-    """Places what was read and puts leaves together from their shards."""
+    """Places what was read and puts leaves together."""
 
     def __init__(self, count: int) -> None:
         self._results: list[Any] = [None] * count
-        self._items: list[_Item] = []
-        self._layouts: list[placing.Layout | None] = []
-        self._shards: list[list[Any]] = []
+        self._pending: list[_Pending] = []
         self._layout_of: dict[Any, placing.Layout] = {}
         self._plan_of: dict[tuple[int, int], ReadPlan] = {}
 
@@ -221,35 +241,64 @@ class _Assembly:
         if key not in self._plan_of:
             boxes = [whole(spec.shape)] if layout is None else layout.boxes
             self._plan_of[key] = plan_reads(spec, boxes)
-        self._items.append(item)
-        self._layouts.append(layout)
-        self._shards.append([None] * (len(layout.places) if layout else 1))
-        return Request(leaf=item.leaf, plan=self._plan_of[key])
+        plan = self._plan_of[key]
+        boxes_left: list[Any] = [None] * len(plan.boxes)
+        shards: list[Any] = [None] * (len(layout.places) if layout else 0)
+        self._pending.append(
+            _Pending(
+                item=item,
+                spec=spec,
+                layout=layout,
+                boxes=boxes_left,
+                shards=shards,
+                left=len(plan.boxes),
+            )
+        )
+        return Request(leaf=item.leaf, plan=plan)
 
     def place(self, group: Sequence[Filled]) -> None:
-        """Put verified boxes on their devices, all of a group in one call."""
-        buffers: list[Array] = []
-        places: list[Any] = []
-        owners: list[tuple[int, int]] = []
+        """Put verified boxes on their devices; when this returns the group may be let go."""
+        loose: list[tuple[_Pending, int, Any, Array]] = []
+        placed: list[jax.Array] = []
         for filled in group:
-            item, layout = self._items[filled.request], self._layouts[filled.request]
-            buffer = _as_wanted(item, filled.buffer)
-            if not item.on_device:
-                self._shards[filled.request][0] = buffer
+            pending = self._pending[filled.request]
+            buffer = _as_wanted(pending.item, filled.buffer)
+            pending.left -= 1
+            if pending.by_shard and pending.layout is not None:
+                for at, place in pending.layout.holders(filled.box):
+                    loose.append((pending, at, place, buffer))
                 continue
-            for at, place in [(0, None)] if layout is None else layout.holders(filled.box):
-                buffers.append(buffer)
-                places.append(place)
-                owners.append((filled.request, at))
-        for (request, at), shard in zip(owners, placing.put(buffers, places), strict=True):
-            self._shards[request][at] = shard
+            pending.boxes[filled.box] = buffer
+            if pending.left:
+                continue
+            if not pending.item.on_device:
+                self._results[pending.item.at] = _on_host(pending.item, buffer)
+            elif pending.layout is None:
+                loose.append((pending, 0, None, buffer))
+            else:
+                placed.append(self._finish(pending, _from_boxes(pending, pending.layout)))
+            pending.boxes = []
+        arrays = placing.put([entry[3] for entry in loose], [entry[2] for entry in loose])
+        for (pending, at, place, _), array in zip(loose, arrays, strict=True):
+            if place is None:
+                self._finish(pending, array)
+            else:
+                pending.shards[at] = array
+        placing.wait_for(placed)
+
+    def _finish(self, pending: _Pending, array: jax.Array) -> jax.Array:
+        spec, target = pending.spec, pending.item.target
+        weak = spec.weak_type if target.weak_type is None else target.weak_type
+        done = placing.finish(array, key_impl=spec.key_impl, weak_type=weak)
+        self._results[pending.item.at] = done
+        return done
 
     def put_value(self, item: _Item, reader: CheckpointReader) -> None:
         """A Python value, as the target wants it."""
         want = item.target.want
         if item.leaf.per_process:
-            table = reader.tables[processes.process_index()]
-            self._results[item.at] = PerProcess(table.per_process[item.leaf.index])
+            own = reader.per_process(item.leaf.index)[processes.process_index()]
+            self._results[item.at] = PerProcess(own)
         elif want.dtype is None:
             value: Any = item.leaf.value
             same = type(value).__name__ == want.kind
@@ -263,19 +312,15 @@ class _Assembly:
 
     def finish(self) -> list[Any]:
         """All leaves."""
-        for item, layout, shards in zip(self._items, self._layouts, self._shards, strict=True):
-            spec, target = item.leaf.spec, item.target
-            if spec is None:
-                raise CheckpointError(f"{item.leaf.text} has no array")
-            if not item.on_device:
-                self._results[item.at] = _on_host(item, shards[0])
-                continue
-            array = shards[0]
-            if layout is not None:
-                array = placing.assemble(spec.shape, item.sharding, shards)
-            weak = spec.weak_type if target.weak_type is None else target.weak_type
-            self._results[item.at] = placing.finish(array, key_impl=spec.key_impl, weak_type=weak)
+        for pending in self._pending:
+            if pending.by_shard:
+                shape, sharding = pending.spec.shape, pending.item.sharding
+                self._finish(pending, placing.assemble(shape, sharding, pending.shards))
         return self._results
+
+
+def _from_boxes(pending: _Pending, layout: placing.Layout) -> jax.Array:
+    return placing.from_boxes(pending.spec.shape, pending.item.sharding, layout, pending.boxes)
 
 
 def _as_wanted(item: _Item, buffer: Array) -> Array:

@@ -120,6 +120,7 @@ def _draft(described: Described, plan: SavePlan, metadata: Any, options: SaveOpt
         leaf_codes=plan.codes,
         values=tuple(described.values),
         names=tuple(plan.names.values()),
+        process_count=processes.process_count(),
         device_count=processes.device_count(),
         platform=processes.platform(),
         tables=(TableRef(nbytes=1, id=b""),),
