@@ -60,7 +60,7 @@ UV_COMPILE := .venv-lock/bin/uv --no-config pip compile pyproject.toml --univers
 lock: .venv-lock/.locked ## Resolve the dependencies again, into requirements/
 	$(UV_COMPILE) --all-extras --output-file requirements/lock.txt
 	$(UV_COMPILE) --extra test --extra examples --resolution lowest-direct \
-		--exclude-newer 2025-09-01 --output-file requirements/oldest.txt
+		--exclude-newer 2025-11-01 --output-file requirements/oldest.txt
 
 .PHONY: clean
 clean: ## Remove the environments, the builds and the caches

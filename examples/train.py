@@ -200,7 +200,7 @@ def train(options: argparse.Namespace) -> None:
     if newest is None:
         state = first_state(training, text)
     else:
-        folder = checkpoints / f"step_{newest:08d}"
+        folder = pc.step_path(checkpoints, newest)
         state = load_state(folder, training, text, reshard=options.reshard)
 
     history = History(options.run_dir / "losses.jsonl")
@@ -215,9 +215,9 @@ def train(options: argparse.Namespace) -> None:
             if step == options.kill_at:
                 die()
             if step % options.save_every == 0 or step == options.steps:
-                folder = checkpoints / f"step_{step:08d}"
+                folder = pc.step_path(checkpoints, step)
                 pc.save(folder, state, metadata={"loss": loss, "batch": options.batch})
-                report.say(f"saved {folder}")
+                report.say(f"saved step {step} in {checkpoints}")
     plot_losses(options.plot, {"loss": history})
     print(f"loss curve: {options.plot}")
 

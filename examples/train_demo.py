@@ -28,9 +28,9 @@ class Run(NamedTuple):
 
 def run_training(run_dir: Path, *arguments: str) -> Run:
     """Run `train.py` in a process of its own; show what it prints, but not every step or leaf."""
-    command = [str(Path(__file__).with_name("train.py")), *arguments]
-    print("\n$ python", *command, "--run-dir", run_dir, flush=True)
-    command = [sys.executable, *command, f"--save-every={SAVE_EVERY}", f"--run-dir={run_dir}"]
+    options = [f"--run-dir={run_dir}", f"--save-every={SAVE_EVERY}", *arguments]
+    command = [sys.executable, str(Path(__file__).with_name("train.py")), *options]
+    print("\n$ python examples/train.py", *options, flush=True)
     losses, lines, leaves = {}, [], 0
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from types import EllipsisType
 from typing import Any, Self
 
 import numpy as np
@@ -15,10 +14,10 @@ from pytree_ckpt.format.boxes import Box, whole
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import from_text
 from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.plan.indexing import Index, to_box
+from pytree_ckpt.plan.loading import plan_reads
 from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import PathLike, locate
-
-Index = int | slice | EllipsisType
 
 
 def read_manifest(path: PathLike) -> Manifest:
@@ -112,7 +111,6 @@ class Checkpoint:
         return self._fill([(leaf, spec, box)])[0]
 
     def _fill(self, wanted: list[tuple[Leaf, ArraySpec, Box]]) -> list[npt.NDArray[Any]]:
-        from pytree_ckpt.plan.loading import plan_reads
         from pytree_ckpt.store.reading import Request
 
         if not self._lock.is_open:
@@ -175,11 +173,11 @@ class StoredArray:
         return self.shape[0]
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> npt.NDArray[Any]:
-        box, rest = _to_box(index, self.shape)
+        box, rest = to_box(index, self.shape)
         return self._checkpoint.read_box(self.leaf, self.spec, box)[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        found = self[...]
+        found = self._checkpoint.read_box(self.leaf, self.spec, whole(self.shape))
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
@@ -188,50 +186,3 @@ class StoredArray:
 
 def _host_value(array: StoredArray, buffer: npt.NDArray[Any]) -> Any:
     return buffer[()] if array.spec.kind == "scalar" else buffer
-
-
-def _to_box(
-    index: Index | tuple[Index, ...], shape: tuple[int, ...]
-) -> tuple[Box, tuple[int | slice, ...]]:
-    """The box that covers a numpy-style index, and the index within the box.
-
-    Raises:
-        IndexError: Out of bounds, or too many indices.
-        TypeError: Something that is not an int, a slice or an ellipsis.
-    """
-    items = list(index) if isinstance(index, tuple) else [index]
-    if sum(item is Ellipsis for item in items) > 1:
-        raise IndexError("an index can have one ellipsis")
-    given = len(items) - (Ellipsis in items)
-    if given > len(shape):
-        raise IndexError(f"{given} indices for an array of shape {shape}")
-    at = items.index(Ellipsis) if Ellipsis in items else len(items)
-    fill: list[Any] = [slice(None)] * (len(shape) - given)
-    items = items[:at] + fill + items[at + 1 :]
-    starts: list[int] = []
-    stops: list[int] = []
-    rest: list[int | slice] = []
-    for item, extent in zip(items, shape, strict=True):
-        if isinstance(item, slice):
-            taken = range(*item.indices(extent))
-            low, high = (min(taken), max(taken) + 1) if taken else (0, 0)
-            starts.append(low)
-            stops.append(high)
-            rest.append(_within(taken, low))
-        else:
-            number = item.__index__() if not isinstance(item, EllipsisType) else 0
-            if not -extent <= number < extent:
-                raise IndexError(f"index {number} is out of bounds for an extent of {extent}")
-            starts.append(number % extent)
-            stops.append(number % extent + 1)
-            rest.append(0)
-    return Box(tuple(starts), tuple(stops)), tuple(rest)
-
-
-def _within(taken: range, low: int) -> slice:
-    """A slice of a box that begins at `low`, from the elements that are taken."""
-    if not taken:
-        return slice(0, 0)
-    start, last = taken[0] - low, taken[-1] - low
-    stop: int | None = last + (1 if taken.step > 0 else -1)
-    return slice(start, None if stop is not None and stop < 0 else stop, taken.step)
