@@ -54,7 +54,7 @@ def test_a_killed_run_loses_nothing_and_goes_on_elsewhere_only_when_asked(tmp_pa
     assert list(losses(whole)) == list(range(1, 10))
     assert len(set(losses(whole).values())) == 9
 
-    # A killed run goes on from the step before, with the losses of one that was never stopped.
+    # A killed run goes on from its checkpoint, with the losses of one that was never stopped.
     killed = train(run_dir, "--steps=7", "--save-every=3", "--kill-at=5")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert pc.steps(run_dir / "checkpoints") == [3]

@@ -123,6 +123,8 @@ class CheckpointReader:
             IntegrityError: Chunks that are damaged: all of those that these requests need.
         """
         damage: list[Damage] = []
+        # Built before the threads share it.
+        _ = self.index
         with ThreadPoolExecutor(self._threads, "pytree_ckpt-load") as pool:
             ahead: deque[tuple[_Group, list[Future[None]]]] = deque()
             try:
@@ -138,7 +140,7 @@ class CheckpointReader:
                     for job in jobs:
                         job.cancel()
         if damage:
-            intact = self.stats.chunks - len(damage)
+            intact = self.stats.chunks - sum(d.kind == "digest" for d in damage)
             raise IntegrityError(
                 damage, note=f"The other {intact} chunks that were read are intact."
             )
