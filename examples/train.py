@@ -223,7 +223,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def die() -> None:
-    """End this process as a power cut would: no exception, no `finally`, no `atexit`."""
+    """End this process as the out-of-memory killer would: no `finally`, no `atexit`."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

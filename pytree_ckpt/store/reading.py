@@ -4,7 +4,7 @@ import functools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorstore as ts
 
+from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, Damage, DamageKind, FormatError, IntegrityError
 from pytree_ckpt.format import dtypes, tables
 from pytree_ckpt.format.arrays import ArraySpec
@@ -26,7 +27,7 @@ from pytree_ckpt.plan.windows import PackedShard, Window, windows
 from pytree_ckpt.store import arrays, contents
 from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
-from pytree_ckpt.store.writing import thread_count
+from pytree_ckpt.store.workers import Workers, thread_count
 
 Array = npt.NDArray[Any]
 
@@ -70,8 +71,15 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, root: Path, manifest: Manifest, *, verify: bool, options: LoadOptions
+        self,
+        root: Path,
+        manifest: Manifest,
+        *,
+        verify: bool,
+        options: LoadOptions,
+        clock: StageClock | None = None,
     ) -> None:
+        self._clock = clock or StageClock()
         self.manifest = manifest
         self.stats = ReadStats()
         self._data = root / manifest.data_dir
@@ -125,7 +133,7 @@ class CheckpointReader:
         damage: list[Damage] = []
         # Built before the threads share it.
         _ = self.index
-        with ThreadPoolExecutor(self._threads, "pytree_ckpt-load") as pool:
+        with Workers(self._threads, "pytree_ckpt-load") as pool:
             ahead: deque[tuple[_Group, list[Future[None]]]] = deque()
             try:
                 for group in self._groups(requests):
@@ -183,7 +191,8 @@ class CheckpointReader:
         self._fetch(store, place.view(dtypes.storage_dtype(spec.dtype)), read.box, leaf, read)
         self.stats.add(place.nbytes)
         digests = self.index.entry(leaf.index, read.shard, spec).digests
-        self._check(place, digests, leaf, read)
+        with self._clock.stage("verify"):
+            self._check(place, digests, leaf, read)
         _place(place, read, buffers)
 
     def _fetch(
@@ -192,7 +201,7 @@ class CheckpointReader:
         """Read `box` of a Zarr array, which is chunk `read` of a leaf, into memory of ours."""
         where = f"chunk {_position(read, leaf)} of {leaf.text or '(root)'}"
         try:
-            with storage_errors(f"reading {where}"):
+            with self._clock.stage("read"), storage_errors(f"reading {where}"):
                 ts.array(place).write(store[box.slices()]).result()
         except FileNotFoundError:
             raise self._chunk_damage("missing", f"{where} is missing", leaf, read) from None
@@ -306,14 +315,16 @@ class CheckpointReader:
         store = self._packed_store(window.process)
         lost: list[Damage] = []
         try:
-            with storage_errors(f"reading packed array {window.process}"):
+            what = f"reading packed array {window.process}"
+            with self._clock.stage("read"), storage_errors(what):
                 ts.array(memory).write(store[window.start : window.stop]).result()
         except (FileNotFoundError, UnreadableError):
             # One by one, to tell the leaves that are lost from those that are not.
             lost = _damage_of(lambda item: self._read_packed(store, item), placed)
         lost_paths = {damage.path for damage in lost}
         rest = [item for item in placed if item.leaf.text not in lost_paths]
-        lost += _damage_of(self._finish_packed, rest)
+        with self._clock.stage("verify"):
+            lost += _damage_of(self._finish_packed, rest)
         if lost:
             raise IntegrityError(lost)
 

@@ -1,8 +1,7 @@
 """Execute a plan of a save: hash and write shards, pack the small ones, keep the table."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorstore as ts
 
+from pytree_ckpt.clock import StageClock
 from pytree_ckpt.format import dtypes, tables, zarr
 from pytree_ckpt.format.boxes import Box, Grid
 from pytree_ckpt.format.manifest import TableRef
@@ -20,25 +20,26 @@ from pytree_ckpt.store import arrays, disk
 from pytree_ckpt.store.budget import ByteBudget
 from pytree_ckpt.store.digests import Digest, digest_function, digest_of
 from pytree_ckpt.store.failures import storage_errors
+from pytree_ckpt.store.workers import Workers, thread_count
 
 HostView = Callable[[int, Box], npt.NDArray[Any]]
 """`view(leaf, box)`: the elements of a box that this process holds, on the host."""
-
-
-def thread_count(asked: int | None) -> int:
-    """Threads to use: one for each processor that this process may run on."""
-    if asked is not None:
-        return asked
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 class Writer:
     """Writes what one process owns below a data folder."""
 
     def __init__(
-        self, data: Path, plan: SavePlan, view: HostView, *, process: int, options: SaveOptions
+        self,
+        data: Path,
+        plan: SavePlan,
+        view: HostView,
+        *,
+        process: int,
+        options: SaveOptions,
+        clock: StageClock,
     ) -> None:
+        self._clock = clock
         self._data = data
         self._plan = plan
         self._view = view
@@ -51,7 +52,7 @@ class Writer:
         self._ctx = arrays.context(threads=self._threads)
 
     def write(self, per_process: Mapping[int, Any]) -> TableRef:
-        """Write the values of this process by leaf, shards, packed shards, `zarr.json`s and the table, durably up to `data`."""
+        """Write everything, durably up to `data`; `per_process` are values of this process."""
         for name in ("arrays", "packed", "tables"):
             (self._data / name).mkdir()
         rows, packed_rows = self._write_shards()
@@ -71,7 +72,7 @@ class Writer:
     def _write_shards(self) -> tuple[Rows, Rows]:
         plan = self._plan
         rows = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
-        with ThreadPoolExecutor(self._threads, "pytree_ckpt-save") as pool:
+        with Workers(self._threads, "pytree_ckpt-save") as pool:
             describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
             stores = {leaf: self._open_leaf(leaf) for leaf in np.unique(plan.array_leaf).tolist()}
             jobs = [pool.submit(self._write_shard, stores[leaf], leaf, s) for leaf, s in rows]
@@ -115,7 +116,8 @@ class Writer:
         spec = self._plan.spec(leaf)
         box = spec.shards.box(shard)
         with self._budget.hold(box.size * spec.itemsize):
-            source = np.ascontiguousarray(self._view(leaf, box))
+            with self._clock.stage("device_to_host"):
+                source = np.ascontiguousarray(self._view(leaf, box))
             values = source.view(dtypes.storage_dtype(spec.dtype))
             name = self._plan.names[leaf]
             with storage_errors(f"writing {arrays.array_folder(self._data, name)}"):
@@ -123,11 +125,13 @@ class Writer:
                     values, can_reference_source_data_indefinitely=True
                 )
                 try:
-                    grid = Grid(box.shape, spec.chunk_shape)
-                    found = [digest_of(self._digest, source[b.slices()]) for b in grid.boxes()]
+                    with self._clock.stage("hash"):
+                        grid = Grid(box.shape, spec.chunk_shape)
+                        found = [digest_of(self._digest, source[b.slices()]) for b in grid.boxes()]
                 finally:
                     # The memory of `values` is TensorStore's until the write is done.
-                    pending.result()
+                    with self._clock.stage("write"):
+                        pending.result()
         return b"".join(found)
 
     def _box(self, leaf: int, shard: int) -> Box:
@@ -157,7 +161,7 @@ class Writer:
         """Fill and write one file of the packed array; the digests of its shards."""
         plan = self._plan
         nbytes = min(packed.shard_nbytes, packed.nbytes - base)
-        found = []
+        places = []
         with self._budget.hold(nbytes):
             buffer = np.zeros(nbytes, np.uint8)
             rows = zip(
@@ -166,12 +170,16 @@ class Writer:
                 (plan.packed_offset[first:stop] - base).tolist(),
                 strict=True,
             )
-            for leaf, shard, at in rows:
-                source = self._view(leaf, self._box(leaf, shard))
-                place = buffer[at : at + source.nbytes]
-                np.copyto(place.view(source.dtype).reshape(source.shape), source)
-                found.append(self._digest(place))
-            with storage_errors(f"writing {arrays.packed_folder(self._data, self._process)}"):
+            with self._clock.stage("device_to_host"):
+                for leaf, shard, at in rows:
+                    source = self._view(leaf, self._box(leaf, shard))
+                    place = buffer[at : at + source.nbytes]
+                    np.copyto(place.view(source.dtype).reshape(source.shape), source)
+                    places.append(place)
+            with self._clock.stage("hash"):
+                found = [self._digest(place) for place in places]
+            where = f"writing {arrays.packed_folder(self._data, self._process)}"
+            with self._clock.stage("write"), storage_errors(where):
                 store[base : base + nbytes].write(
                     buffer, can_reference_source_data_indefinitely=True
                 ).result()

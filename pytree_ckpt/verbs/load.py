@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, IntegrityError, Mismatch, MismatchError
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import whole
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.per_process import PerProcess
-from pytree_ckpt.jaxio import placing, processes, targets
+from pytree_ckpt.jaxio import monitoring, placing, processes, targets
 from pytree_ckpt.jaxio.targets import Target, TargetTree
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan import compare
@@ -67,28 +68,32 @@ def load(
         {'scale': array([1., 2.], dtype=float32), 'step': 7}
     """
     location = locate(path)
+    clock = StageClock()
     manifest, lock = commit.open_to_read(location)
     with lock:
-        wanted = _wanted(manifest, target, mesh)
-        items, skipped = _resolve(
-            manifest, wanted, target is None, mesh, reshard=reshard, cast=cast, partial=partial
-        )
+        with clock.stage("plan"):
+            wanted = _wanted(manifest, target, mesh)
+            items, skipped = _resolve(
+                manifest, wanted, target is None, mesh, reshard=reshard, cast=cast, partial=partial
+            )
         reader = CheckpointReader(
-            location.path, manifest, verify=verify, options=options or LoadOptions()
+            location.path, manifest, verify=verify, options=options or LoadOptions(), clock=clock
         )
         try:
-            leaves = _read(reader, items, len(wanted.leaves))
+            leaves = _read(reader, items, len(wanted.leaves), clock)
         except IntegrityError:
             _check_still_there(location, manifest)
             raise
     _LOG.info(
-        "loaded %s: %d leaves, %d bytes in %d chunks%s",
+        "loaded %s: %d leaves, %d bytes in %d chunks%s; %s",
         location,
         len(leaves),
         reader.stats.nbytes,
         reader.stats.chunks,
         f", {len(skipped)} leaves not asked for" if skipped else "",
+        clock,
     )
+    monitoring.record("load", clock.seconds)
     if target is None:
         return manifest.tree.build(leaves)
     return jax.tree_util.tree_unflatten(wanted.treedef, leaves)
@@ -185,7 +190,9 @@ def _layout(
     return sharding, wrong
 
 
-def _read(reader: CheckpointReader, items: Sequence[_Item], count: int) -> list[Any]:
+def _read(
+    reader: CheckpointReader, items: Sequence[_Item], count: int, clock: StageClock
+) -> list[Any]:
     """The leaves of the result, in the order of the target."""
     assembly = _Assembly(count)
     requests = []
@@ -195,7 +202,8 @@ def _read(reader: CheckpointReader, items: Sequence[_Item], count: int) -> list[
         else:
             requests.append(assembly.request(item, item.leaf.spec))
     for group in reader.read(requests):
-        assembly.place(group)
+        with clock.stage("place"):
+            assembly.place(group)
     return assembly.finish()
 
 

@@ -4,15 +4,14 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata as distributions
 from typing import Any
 
+from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, FormatError
 from pytree_ckpt.format import manifest_file, values, wire
 from pytree_ckpt.format.manifest import Manifest, TableRef
-from pytree_ckpt.jaxio import processes
+from pytree_ckpt.jaxio import monitoring, processes
 from pytree_ckpt.jaxio.buffers import HostViews
 from pytree_ckpt.jaxio.describe import Described, describe
 from pytree_ckpt.options import SaveOptions
@@ -66,8 +65,8 @@ def save(
     location = locate(path)
     if processes.process_count() > 1:
         raise CheckpointError("this release saves from one process only")
-    seconds: dict[str, float] = {}
-    with _stage(seconds, "plan"):
+    clock = StageClock()
+    with clock.stage("plan"):
         described = describe(tree)
         plan = plan_save(
             described.paths,
@@ -85,23 +84,23 @@ def save(
             HostViews(described),
             process=processes.process_index(),
             options=options,
+            clock=clock,
         )
-        with _stage(seconds, "write"):
-            table = writer.write(described.per_process)
+        table = writer.write(described.per_process)
         complete = dataclasses.replace(
-            draft, nonce=attempt.nonce, tables=(table,), seconds=seconds, created=time.time()
+            draft,
+            nonce=attempt.nonce,
+            tables=(table,),
+            seconds=dict(clock.seconds),
+            created=time.time(),
         )
         data, digest = manifest_file.to_bytes(complete)
-        started = time.perf_counter()
-        attempt.commit(data)
+        with clock.stage("commit"):
+            attempt.commit(data)
     _LOG.info(
-        "saved %s: %d leaves, %d bytes, %s, commit %.3f s",
-        location,
-        len(described.codes),
-        plan.nbytes,
-        ", ".join(f"{name} {value:.3f} s" for name, value in seconds.items()),
-        time.perf_counter() - started,
+        "saved %s: %d leaves, %d bytes; %s", location, len(described.codes), plan.nbytes, clock
     )
+    monitoring.record("save", clock.seconds)
     return manifest_file.with_id(complete, digest)
 
 
@@ -141,10 +140,3 @@ def _versions() -> dict[str, str]:
         except distributions.PackageNotFoundError:
             found[name] = "unknown"
     return found
-
-
-@contextmanager
-def _stage(seconds: dict[str, float], name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - started
