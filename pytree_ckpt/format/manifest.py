@@ -71,6 +71,7 @@ class Manifest:
         process_count: Processes of the layout.
         tables: One for each process that wrote.
         metadata: What the user gave to `save`.
+        metrics: Numbers that rank this checkpoint among others.
         created: Seconds since 1970, UTC.
         seconds: Seconds of each stage of the save.
         id: sha256 of the content; it pins every byte of the checkpoint.
@@ -88,6 +89,7 @@ class Manifest:
     platform: str
     tables: tuple[TableRef, ...]
     metadata: Any
+    metrics: Mapping[str, float]
     versions: Mapping[str, str]
     created: float
     seconds: Mapping[str, float]

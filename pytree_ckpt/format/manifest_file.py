@@ -52,6 +52,7 @@ def to_bytes(manifest: Manifest) -> tuple[bytes, bytes]:
             "platform": manifest.platform,
             "tables": [[table.nbytes, table.id] for table in manifest.tables],
             "metadata": manifest.metadata,
+            "metrics": {k: float(v) for k, v in sorted(manifest.metrics.items())},
             "versions": dict(sorted(manifest.versions.items())),
             "created": float(manifest.created),
             "seconds": {k: float(v) for k, v in sorted(manifest.seconds.items())},
@@ -146,6 +147,7 @@ def from_bytes(data: bytes, *, what: str) -> Manifest:
             platform=reader.text("platform"),
             tables=tuple(_table_ref(item) for item in reader.list("tables")),
             metadata=content.get("metadata"),
+            metrics=_numbers_of(reader.mapping("metrics")),
             versions=_texts_of(reader.mapping("versions")),
             created=reader.number("created"),
             seconds=_numbers_of(reader.mapping("seconds")),
@@ -242,7 +244,7 @@ def _texts_of(items: dict[str, Any]) -> dict[str, str]:
 
 def _numbers_of(items: dict[str, Any]) -> dict[str, float]:
     if not all(isinstance(v, float) for v in items.values()):
-        raise ValueError("seconds are not numbers")
+        raise ValueError("metrics or seconds are not numbers")
     return items
 
 

@@ -124,6 +124,7 @@ def _draft(described: Described, plan: SavePlan, metadata: Any, options: SaveOpt
         platform=processes.platform(),
         tables=(TableRef(nbytes=1, id=b""),),
         metadata=metadata,
+        metrics={},
         versions=_versions(),
         created=0.0,
         seconds={},
