@@ -1,33 +1,63 @@
 """Names of the numbered checkpoints in a root."""
 
+import operator
 import re
+from dataclasses import dataclass
+from typing import Any
 
-PREFIX = "step_"
-WIDTH = 8
-_NAME = re.compile(rf"{PREFIX}(\d+)", re.ASCII)
+_DIGITS = re.compile(r"\d+", re.ASCII)
 
 
-def step_name(step: int) -> str:
-    """The folder of a step.
+def checked_step(step: Any) -> int:
+    """A step as an int.
 
     Raises:
-        ValueError: A negative step, or something that is not an integer.
-
-    Example:
-        >>> step_name(1000), step_name(10**10)
-        ('step_00001000', 'step_10000000000')
+        ValueError: Negative, or not an integer (a bool and a float are not).
     """
-    if isinstance(step, bool) or not hasattr(step, "__index__"):
+    if isinstance(step, bool) or type(step).__name__ in ("bool_", "bool"):
         raise ValueError(f"a step is an int, not {step!r}")
-    number = step.__index__()
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise ValueError(f"a step is an int, not {step!r}") from None
     if number < 0:
         raise ValueError(f"a step is not negative: {number}")
-    return f"{PREFIX}{number:0{WIDTH}d}"
+    return number
 
 
-def step_of(name: str) -> int | None:
-    """The step that a folder's name means; only the exact name counts."""
-    found = _NAME.fullmatch(name)
-    if found is None:
-        return None
-    return int(found[1]) if step_name(int(found[1])) == name else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNames:
+    """How steps are named: `prefix` and at least `width` digits.
+
+    Example:
+        >>> StepNames().name(1000), StepNames().step("step_00001000")
+        ('step_00001000', 1000)
+        >>> StepNames(prefix="ppo_networks_", width=1).step("ppo_networks_0.backup") is None
+        True
+    """
+
+    prefix: str = "step_"
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        if any(c in self.prefix for c in "/\\\0") or self.prefix.startswith("."):
+            raise ValueError(f"a step prefix cannot be {self.prefix!r}")
+        if not 0 <= self.width <= 64:
+            raise ValueError(f"a step has 0 to 64 digits, not {self.width}")
+
+    def name(self, step: Any) -> str:
+        """The folder of a step.
+
+        Raises:
+            ValueError: A negative step, or something that is not an integer.
+        """
+        return f"{self.prefix}{checked_step(step):0{self.width}d}"
+
+    def step(self, name: str) -> int | None:
+        """The step that a folder's name means; only the exact name counts."""
+        digits = name.removeprefix(self.prefix)
+        if not name.startswith(self.prefix) or not _DIGITS.fullmatch(digits):
+            return None
+        if len(digits) > 400:
+            return None
+        return int(digits) if self.name(int(digits)) == name else None

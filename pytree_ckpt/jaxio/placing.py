@@ -109,4 +109,9 @@ def scalar_of(kind: str, value: Any) -> Any:
 def cast(buffer: Array, dtype: np.dtype[Any]) -> Array:
     """Elements in another dtype, by numpy's rules; infinities stand for what does not fit."""
     with np.errstate(all="ignore"):
-        return buffer.astype(dtype)
+        try:
+            return buffer.astype(dtype)
+        except TypeError:
+            # Between some of its small types ml_dtypes has no way; these hold all of them exactly.
+            exact = np.int32 if "int" in buffer.dtype.name and "int" in dtype.name else np.float32
+            return buffer.astype(exact).astype(dtype)

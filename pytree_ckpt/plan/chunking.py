@@ -26,8 +26,8 @@ def cut(shape: Shape, itemsize: int, *, max_nbytes: int, min_parts: int = 1) -> 
     Example:
         >>> cut((4096, 4096), 4, max_nbytes=16 << 20)
         (1024, 4096)
-        >>> cut((1009, 64), 4, max_nbytes=1 << 10)
-        (1009, 1)
+        >>> cut((1009, 64), 4, max_nbytes=1 << 16)
+        (1009, 16)
     """
     part = list(shape)
     for dim, extent in enumerate(shape):

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pytree_ckpt.errors import Mismatch, MismatchKind
 from pytree_ckpt.format import dtypes
@@ -177,17 +177,42 @@ def _compare_value(leaf: Leaf, want: Want, *, cast: bool) -> list[Mismatch]:
         return []
     numeric = ("bool", "int", "float", "complex")
     if want.kind in numeric and kind in numeric:
-        widening = cast and kind != "complex"
-        return [] if widening else [_differ(leaf, "dtype", f"a Python {kind}", want.dtype_text)]
+        if cast and _converts(value, want.kind, None):
+            return []
+        return [_differ(leaf, "dtype", _number_text(value), f"a Python {want.kind}")]
     if want.dtype is None or kind not in numeric or want.kind == "key":
         return [_kind(leaf, want)]
     if tuple(want.shape) != ():
         return [_differ(leaf, "shape", "()", str(tuple(want.shape)))]
-    if cast and kind != "complex":
+    if cast and _converts(value, dtypes.kind_of(want.dtype), want.dtype):
         return []
     if dtypes.kind_of(want.dtype) == kind and _holds(want.dtype, value):
         return []
-    return [_differ(leaf, "dtype", f"the Python {kind} {value!r}", want.dtype)]
+    return [_differ(leaf, "dtype", _number_text(value), want.dtype)]
+
+
+def _number_text(value: object) -> str:
+    """A number as a person can read it: Python itself refuses to print very long integers."""
+    kind = type(value).__name__
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a Python int of {value.bit_length()} bits"
+    return f"the Python {kind} {value!r}"
+
+
+def _converts(value: Any, kind: str, dtype: str | None) -> bool:
+    """Whether a cast of a Python number gives a number that stands for it."""
+    if isinstance(value, complex):
+        return kind == "complex"
+    try:
+        if kind == "int":
+            whole = int(value)
+            return dtype is None or _holds(dtype, whole)
+        if kind != "bool":
+            float(value)
+        return True
+    except (ValueError, OverflowError):
+        # NaN or infinity as an int, or an int beyond every float.
+        return False
 
 
 def _holds(dtype: str, value: object) -> bool:
@@ -267,8 +292,10 @@ def remedy(mismatches: Sequence[Mismatch]) -> str:
     """How to go on, for the kinds of mismatch there are."""
     kinds = {m.kind for m in mismatches}
     advice = []
-    if kinds & {"sharding", "memory kind", "process count", "mesh"}:
+    if kinds & {"sharding", "memory kind", "process count"}:
         advice.append("Pass reshard=True to load onto the target's shardings.")
+    if "mesh" in kinds:
+        advice.append("An abstract mesh gets its devices from mesh= or from jax.set_mesh.")
     if "devices" in kinds:
         advice.append(
             "Pass mesh= with the devices at hand and reshard=True, or a target with shardings."

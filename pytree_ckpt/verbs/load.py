@@ -312,7 +312,8 @@ class _Assembly:
             same = type(value).__name__ == want.kind
             self._results[item.at] = value if same else placing.scalar_of(want.kind, value)
         else:
-            buffer = np.asarray(item.leaf.value).astype(dtypes.dtype_of(want.dtype))
+            number = placing.scalar_of(dtypes.kind_of(want.dtype), item.leaf.value)
+            buffer = placing.cast(np.asarray(number), dtypes.dtype_of(want.dtype))
             if item.on_device:
                 self._results[item.at] = placing.replicate(buffer, item.sharding)
             else:

@@ -1,10 +1,9 @@
 """Numbered checkpoints in a root."""
 
-import os
 from pathlib import Path
 
-from pytree_ckpt.format.manifest import MANIFEST_FILE
-from pytree_ckpt.format.steps import step_name, step_of
+from pytree_ckpt.format.steps import StepNames
+from pytree_ckpt.store import roots
 from pytree_ckpt.store.locations import PathLike, locate
 
 
@@ -14,7 +13,7 @@ def step_path(root: PathLike, step: int) -> Path:
     Raises:
         ValueError: The step is negative or not an int.
     """
-    return locate(root).path / step_name(step)
+    return locate(root).path / StepNames().name(step)
 
 
 def steps(root: PathLike) -> list[int]:
@@ -26,16 +25,7 @@ def steps(root: PathLike) -> list[int]:
     Raises:
         OSError: The root cannot be read.
     """
-    try:
-        names = os.listdir(locate(root).path)
-    except FileNotFoundError:
-        return []
-    found = ((step_of(name), name) for name in names)
-    return sorted(step for step, name in found if step is not None and _is_committed(root, name))
-
-
-def _is_committed(root: PathLike, name: str) -> bool:
-    return os.path.lexists(locate(root).path / name / MANIFEST_FILE)
+    return roots.committed_steps(locate(root).path, StepNames())
 
 
 def latest_step(root: PathLike) -> int | None:

@@ -1,0 +1,126 @@
+"""Which checkpoints of a root are kept, and why: a pure decision."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+BestMode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """A policy. A checkpoint is kept if any part of it says so.
+
+    Attributes:
+        last: The newest so many.
+        every: Each step that is a multiple of this.
+        best: `(metric, "min" or "max", count)`: the best so many by a metric of `save`.
+        pinned: These steps.
+        newer_than: Those that are younger than so many seconds.
+
+    Raises:
+        ValueError: A part that is not positive, or no part at all.
+
+    Example:
+        >>> Keep(last=2, every=1000).every
+        1000
+    """
+
+    last: int | None = 3
+    every: int | None = None
+    best: tuple[str, BestMode, int] | None = None
+    pinned: Collection[int] = field(default_factory=frozenset)
+    newer_than: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "newer_than"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Keep({name}={value!r}): must be positive, or None for no rule")
+        if self.best is not None:
+            _, mode, count = self.best
+            if mode not in ("min", "max") or count < 1:
+                raise ValueError(f"Keep(best={self.best!r}): needs 'min' or 'max' and a count")
+        if not any((self.last, self.every, self.best, self.pinned, self.newer_than)):
+            raise ValueError("Keep without any rule would delete everything")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """What the decision needs to know of a checkpoint; `created` in seconds since 1970."""
+
+    step: int
+    created: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """For each step why it is kept, or why it goes."""
+
+    kept: Mapping[int, str]
+    dropped: Mapping[int, str]
+
+    def __str__(self) -> str:
+        lines = [f"keep {step}: {why}" for step, why in self.kept.items()]
+        return "\n".join([*lines, *(f"drop {step}: {why}" for step, why in self.dropped.items())])
+
+
+def decide(
+    infos: Sequence[StepInfo],
+    keep: Keep,
+    *,
+    now: float,
+    protected: Mapping[int, str] | None = None,
+) -> Decision:
+    """Decide over the good checkpoints of a root. The newest is always kept.
+
+    Args:
+        infos: Every checkpoint that is whole.
+        keep: The policy.
+        now: Seconds since 1970.
+        protected: Steps that stay whatever the policy says, each with the reason.
+
+    Example:
+        >>> infos = [StepInfo(step=s, created=0.0, metrics={}) for s in (1, 2, 3)]
+        >>> print(decide(infos, Keep(last=1), now=0.0, protected={1: "being read"}))
+        keep 1: being read
+        keep 3: newest 1
+        drop 2: no rule keeps it
+    """
+    ordered = sorted(infos, key=lambda info: info.step)
+    reasons: dict[int, str] = {}
+    for step, why in (protected or {}).items():
+        reasons.setdefault(step, why)
+    for step in keep.pinned:
+        reasons.setdefault(step, "pinned")
+    if keep.last is not None:
+        for info in ordered[-keep.last :]:
+            reasons.setdefault(info.step, f"newest {keep.last}")
+    for info in ordered[-1:]:
+        reasons.setdefault(info.step, "the last one is never deleted")
+    for info in ordered:
+        if keep.every is not None and info.step % keep.every == 0:
+            reasons.setdefault(info.step, f"every {keep.every}")
+        if keep.newer_than is not None and now - info.created < keep.newer_than:
+            reasons.setdefault(info.step, f"newer than {keep.newer_than:g} s")
+    if keep.best is not None:
+        for info in best_of(ordered, keep.best):
+            reasons.setdefault(info.step, f"best {keep.best[2]} by {keep.best[0]}")
+    return Decision(
+        kept={info.step: reasons[info.step] for info in ordered if info.step in reasons},
+        dropped={info.step: "no rule keeps it" for info in ordered if info.step not in reasons},
+    )
+
+
+def best_of(infos: Sequence[StepInfo], best: tuple[str, BestMode, int]) -> list[StepInfo]:
+    """The best checkpoints by a metric, best first; those without it, or with NaN, never count.
+
+    Of equals the newer is better.
+    """
+    name, mode, count = best
+    sign = 1 if mode == "min" else -1
+    ranked = [i for i in infos if name in i.metrics and not math.isnan(i.metrics[name])]
+    ranked.sort(key=lambda info: (sign * info.metrics[name], -info.step))
+    return ranked[:count]
