@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray, read_manifest
     from pytree_ckpt.verbs.checkpoint import open_checkpoint as open
     from pytree_ckpt.verbs.load import load
-    from pytree_ckpt.verbs.save import save
+    from pytree_ckpt.verbs.pending import PendingSave
+    from pytree_ckpt.verbs.save import save, save_async
     from pytree_ckpt.verbs.steps import latest_step, step_path, steps
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "PeerTimeoutError",
+    "PendingSave",
     "PerProcess",
     "SaveOptions",
     "StoredArray",
@@ -53,6 +55,7 @@ __all__ = [
     "open",
     "read_manifest",
     "save",
+    "save_async",
     "step_path",
     "steps",
 ]
@@ -61,7 +64,8 @@ _HOME = {
     "open": ("verbs.checkpoint", "open_checkpoint"),
     **dict.fromkeys(("Checkpoint", "StoredArray", "read_manifest"), ("verbs.checkpoint", None)),
     **dict.fromkeys(("load",), ("verbs.load", None)),
-    **dict.fromkeys(("save",), ("verbs.save", None)),
+    **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),
+    "PendingSave": ("verbs.pending", None),
     **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
     **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
     "Manifest": ("format.manifest", None),

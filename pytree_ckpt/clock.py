@@ -31,9 +31,12 @@ class StageClock:
         try:
             yield
         finally:
-            passed = time.perf_counter() - started
-            with self._lock:
-                self.seconds[name] = self.seconds.get(name, 0.0) + passed
+            self.add(name, time.perf_counter() - started)
+
+    def add(self, name: str, passed: float) -> None:
+        """Count seconds that were measured elsewhere."""
+        with self._lock:
+            self.seconds[name] = self.seconds.get(name, 0.0) + passed
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {passed:.3f} s" for name, passed in self.seconds.items())

@@ -1,4 +1,4 @@
-"""The structure around the leaves: kinds of container, empty ones, and what a target may differ in."""
+"""The structure around the leaves: kinds of container, empty ones, and what a target may be."""
 
 import dataclasses
 from collections import OrderedDict, defaultdict
@@ -252,9 +252,11 @@ OTHER_STRUCTURE: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHER_STRUCTURE)
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [0, 2], ids=["root", "below"])
 def test_another_structure_is_refused(tmp_path: Path, name: str, depth: int) -> None:
     saved, target = OTHER_STRUCTURE[name]
+    if target is None and depth == 0:
+        target, saved = [None], [saved]  # None itself stands for no target.
     where = ""
     for _ in range(depth):
         saved, target, where = {"k": saved, "w": 1}, {"k": target, "w": 1}, f"k/{where}"

@@ -48,7 +48,9 @@ def same(found: Any, wanted: Any) -> bool:
     if type(found) is not type(wanted):
         return False
     if isinstance(wanted, jax.Array):
-        about = [(x.dtype, x.shape, x.sharding, x.weak_type, x.committed) for x in (found, wanted)]
+        about = [
+            (x.dtype, x.shape, short(x.sharding), x.weak_type, x.committed) for x in (found, wanted)
+        ]
         return about[0] == about[1] and np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
     if isinstance(wanted, (np.ndarray, np.generic)):
         return (found.dtype, found.shape, found.tobytes()) == (
@@ -834,7 +836,6 @@ def test_save_and_load_work_while_a_mesh_is_set(tmp_path: Path, kind: AxisType) 
             "made_here": jnp.ones((8,)),
             "weak": jnp.asarray(2.0),
             "keys": jax.device_put(keys, NamedSharding(mesh, P("data"))),
-            "n": 3,
         }
         pc.save(tmp_path, state)
         others = jax.eval_shape(lambda: state)
@@ -842,7 +843,7 @@ def test_save_and_load_work_while_a_mesh_is_set(tmp_path: Path, kind: AxisType) 
         loaded.append(pc.load(tmp_path, mesh=mesh))
     loaded.append(pc.load(tmp_path))
     for found in loaded:
-        for name in ("w", "made_here", "weak", "n"):
+        for name in ("w", "made_here", "weak"):
             assert same(found[name], state[name]), name
         assert found["keys"].dtype == keys.dtype
         assert found["keys"].sharding == state["keys"].sharding

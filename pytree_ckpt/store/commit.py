@@ -81,6 +81,15 @@ def open_to_read(location: Location) -> tuple[Manifest, disk.FolderLock]:
 _READ_ATTEMPTS = 100
 
 
+def check_free(location: Location, *, overwrite: bool) -> None:
+    """Raise an `ExistsError` if there is a file, or a checkpoint that must not be replaced."""
+    path = location.path
+    if path.exists() and not path.is_dir():
+        raise ExistsError(f"{path} is a file; a checkpoint needs a folder")
+    if is_committed(location) and not overwrite:
+        raise ExistsError(f"{path} already holds a checkpoint; pass overwrite=True to replace it")
+
+
 @contextmanager
 def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Iterator["Attempt"]:
     """One save: a data folder of its own, which is removed unless the block commits.
@@ -90,10 +99,7 @@ def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Itera
         OSError: The place cannot be written, or has too little free space.
     """
     path = location.path
-    if path.exists() and not path.is_dir():
-        raise ExistsError(f"{path} is a file; a checkpoint needs a folder")
-    if is_committed(location) and not overwrite:
-        raise ExistsError(f"{path} already holds a checkpoint; pass overwrite=True to replace it")
+    check_free(location, overwrite=overwrite)
     made = disk.make_dirs(path)
     try:
         reclaim(location)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import sys
 import time
+from collections.abc import Callable, Mapping
 from importlib import metadata as distributions
 from typing import Any
 
@@ -19,6 +20,7 @@ from pytree_ckpt.plan.saving import SavePlan, plan_save
 from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.store.writing import Writer
+from pytree_ckpt.verbs.pending import PendingSave
 
 _LOG = logging.getLogger("pytree_ckpt")
 _ROW_NBYTES = 64
@@ -61,50 +63,149 @@ def save(
         >>> [str(leaf) for leaf in manifest.leaves]
         ['step  int', 'w  float64[2, 3] host array']
     """
-    options = options or SaveOptions()
-    location = locate(path)
-    if processes.process_count() > 1:
-        raise CheckpointError("this release saves from one process only")
-    clock = StageClock()
-    with clock.stage("plan"):
-        described = describe(tree)
-        plan = plan_save(
-            described.paths,
-            described.forms,
-            described.codes,
-            process=processes.process_index(),
-            process_of=processes.process_of_device(),
-            codec=options.codec,
-        )
-        draft = _draft(described, plan, values.check_metadata(metadata), options)
-    with commit.attempt(location, overwrite=overwrite, needed_nbytes=plan.nbytes) as attempt:
-        writer = Writer(
-            attempt.folder,
-            plan,
-            HostViews(described),
-            process=processes.process_index(),
-            options=options,
-            clock=clock,
-        )
-        table = writer.write(described.per_process)
-        complete = dataclasses.replace(
-            draft,
-            nonce=attempt.nonce,
-            tables=(table,),
-            seconds=dict(clock.seconds),
-            created=time.time(),
-        )
-        data, digest = manifest_file.to_bytes(complete)
-        with clock.stage("commit"):
-            attempt.commit(data)
-    _LOG.info(
-        "saved %s: %d leaves, %d bytes; %s", location, len(described.codes), plan.nbytes, clock
+    job = _Job(path, tree, overwrite=overwrite, metadata=metadata, metrics=None, options=options)
+    return job.run()
+
+
+def save_async(
+    path: PathLike,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    metadata: Any = None,
+    options: SaveOptions | None = None,
+) -> PendingSave:
+    """Save a pytree in the background; returns once `tree` may be donated, changed or deleted.
+
+    What is wrong with the tree or the path is raised here; what goes wrong later by
+    `pending.result()`, and at the latest reported when the interpreter exits. Leaving the
+    interpreter waits for the save.
+
+    Args and errors as `save`.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     weights = np.zeros(3)
+        ...     pending = save_async(folder + "/ckpt", {"w": weights})
+        ...     weights[:] = 1  # too late to change what is saved
+        ...     pending.result().leaves[0].text
+        'w'
+    """
+    return start_save(
+        path, tree, overwrite=overwrite, metadata=metadata, metrics=None, options=options
     )
-    monitoring.record("save", clock.seconds)
-    return manifest_file.with_id(complete, digest)
 
 
-def _draft(described: Described, plan: SavePlan, metadata: Any, options: SaveOptions) -> Manifest:
+def start_save(
+    path: PathLike,
+    tree: Any,
+    *,
+    overwrite: bool,
+    metadata: Any,
+    metrics: Mapping[str, float] | None,
+    options: SaveOptions | None,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+) -> PendingSave:
+    """As `save_async`; `before` and `after` run in the background around the save."""
+    started = time.perf_counter()
+    job = _Job(path, tree, overwrite=overwrite, metadata=metadata, metrics=metrics, options=options)
+    job.freeze()
+    job.clock.add("blocked", time.perf_counter() - started)
+
+    def work() -> Manifest:
+        before()
+        manifest = job.run()
+        after()
+        return manifest
+
+    return PendingSave(work, str(job.location))
+
+
+class _Job:
+    """A save that is planned: nothing is written yet, and nothing in the tree is wrong."""
+
+    def __init__(
+        self,
+        path: PathLike,
+        tree: Any,
+        *,
+        overwrite: bool,
+        metadata: Any,
+        metrics: Mapping[str, float] | None,
+        options: SaveOptions | None,
+    ) -> None:
+        self.location = locate(path)
+        self.clock = StageClock()
+        self._overwrite = overwrite
+        self._options = options or SaveOptions()
+        self._process = processes.process_index()
+        if processes.process_count() > 1:
+            raise CheckpointError("this release saves from one process only")
+        with self.clock.stage("plan"):
+            described = describe(tree)
+            self._plan = plan_save(
+                described.paths,
+                described.forms,
+                described.codes,
+                process=self._process,
+                process_of=processes.process_of_device(),
+                codec=self._options.codec,
+            )
+            self._draft = _draft(
+                described, self._plan, values.check_metadata(metadata), metrics, self._options
+            )
+        commit.check_free(self.location, overwrite=overwrite)
+        self._views = HostViews(described)
+        self._per_process = described.per_process
+
+    def freeze(self) -> None:
+        """Let the caller have the tree back."""
+        self._views.freeze()
+
+    def run(self) -> Manifest:
+        """Write and commit."""
+        with commit.attempt(
+            self.location, overwrite=self._overwrite, needed_nbytes=self._plan.nbytes
+        ) as attempt:
+            writer = Writer(
+                attempt.folder,
+                self._plan,
+                self._views,
+                process=self._process,
+                options=self._options,
+                clock=self.clock,
+            )
+            table = writer.write(self._per_process)
+            complete = dataclasses.replace(
+                self._draft,
+                nonce=attempt.nonce,
+                tables=(table,),
+                seconds=dict(self.clock.seconds),
+                created=time.time(),
+            )
+            data, digest = manifest_file.to_bytes(complete)
+            with self.clock.stage("commit"):
+                attempt.commit(data)
+        _LOG.info(
+            "saved %s: %d leaves, %d bytes; %s",
+            self.location,
+            len(complete.leaf_codes),
+            self._plan.nbytes,
+            self.clock,
+        )
+        monitoring.record("save", self.clock.seconds)
+        return manifest_file.with_id(complete, digest)
+
+
+def _draft(
+    described: Described,
+    plan: SavePlan,
+    metadata: Any,
+    metrics: Mapping[str, float] | None,
+    options: SaveOptions,
+) -> Manifest:
     """The manifest but for what is known only at the end; too large a one is refused here."""
     rows = len(plan.array_leaf) + len(plan.packed_leaf)
     if rows * _ROW_NBYTES > wire.MAX_FILE_BYTES:
@@ -124,7 +225,7 @@ def _draft(described: Described, plan: SavePlan, metadata: Any, options: SaveOpt
         platform=processes.platform(),
         tables=(TableRef(nbytes=1, id=b""),),
         metadata=metadata,
-        metrics={},
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
         versions=_versions(),
         created=0.0,
         seconds={},

@@ -1,0 +1,73 @@
+"""A save that goes on in the background."""
+
+import atexit
+import logging
+import sys
+import threading
+from collections.abc import Callable
+
+from pytree_ckpt.format.manifest import Manifest
+
+_LOG = logging.getLogger("pytree_ckpt")
+
+
+class PendingSave:
+    """A save under way. Its failure is never lost: `result` raises it, or the exit reports it."""
+
+    def __init__(self, work: Callable[[], Manifest], what: str) -> None:
+        self._what = what
+        self._manifest: Manifest | None = None
+        self._error: BaseException | None = None
+        self._finished = threading.Event()
+        # Not a daemon: the interpreter waits for it before it exits.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="pytree_ckpt-async")
+        self._thread.start()
+
+    def _run(self, work: Callable[[], Manifest]) -> None:
+        try:
+            self._manifest = work()
+        except BaseException as error:  # noqa: BLE001 - raised by result(), or reported at exit
+            self._error = error
+            _LOG.error("the save to %s failed: %s", self._what, error)
+            atexit.register(self._report)
+        finally:
+            self._finished.set()
+
+    def _report(self) -> None:
+        kind = type(self._error).__name__
+        sys.stderr.write(f"pytree_ckpt: the save to {self._what} failed: {kind}: {self._error}\n")
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds; whether it has come."""
+        return self._finished.wait(timeout)
+
+    def exception(self) -> BaseException | None:
+        """What the save failed with, None if it did not or is under way; it counts as seen."""
+        if self._error is not None:
+            atexit.unregister(self._report)
+        return self._error
+
+    def result(self, timeout: float | None = None) -> Manifest:
+        """The manifest, once the checkpoint is durable.
+
+        Raises:
+            TimeoutError: The save has not ended after `timeout` seconds; it goes on.
+            Exception: What the save failed with; nothing was committed.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"the save to {self._what} has not ended after {timeout} s")
+        self._thread.join()
+        error = self.exception()
+        if error is not None:
+            raise error
+        if self._manifest is None:
+            raise RuntimeError(f"the save to {self._what} ended without a manifest")
+        return self._manifest
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done() else "failed" if self._error else "done"
+        return f"PendingSave({self._what!r}, {state})"
