@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from pytree_ckpt.format.manifest import Manifest
     from pytree_ckpt.format.per_process import PerProcess
     from pytree_ckpt.options import LoadOptions, SaveOptions
+    from pytree_ckpt.plan.retention import Keep
     from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray, read_manifest
     from pytree_ckpt.verbs.checkpoint import open_checkpoint as open
     from pytree_ckpt.verbs.load import load
+    from pytree_ckpt.verbs.manager import CheckpointManager, Preempted
     from pytree_ckpt.verbs.pending import PendingSave
     from pytree_ckpt.verbs.save import save, save_async
     from pytree_ckpt.verbs.steps import latest_step, step_path, steps
@@ -35,10 +37,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "Damage",
     "ExistsError",
     "FormatError",
     "IntegrityError",
+    "Keep",
     "LoadOptions",
     "Manifest",
     "Mismatch",
@@ -47,6 +51,7 @@ __all__ = [
     "PeerTimeoutError",
     "PendingSave",
     "PerProcess",
+    "Preempted",
     "SaveOptions",
     "StoredArray",
     "UnsupportedLeafError",
@@ -68,6 +73,8 @@ _HOME = {
     "PendingSave": ("verbs.pending", None),
     **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
     **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
+    **dict.fromkeys(("CheckpointManager", "Preempted"), ("verbs.manager", None)),
+    "Keep": ("plan.retention", None),
     "Manifest": ("format.manifest", None),
     "PerProcess": ("format.per_process", None),
 }

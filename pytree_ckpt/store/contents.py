@@ -1,12 +1,14 @@
 """What is in the data folder of a checkpoint: the tables, and files that do not belong."""
 
 import errno
+import math
 import os
 import re
+import stat
 from pathlib import Path
 
 from pytree_ckpt.errors import Damage, DamageKind, FormatError, IntegrityError
-from pytree_ckpt.format import tables, wire
+from pytree_ckpt.format import tables, wire, zarr
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.tables import Table
 from pytree_ckpt.store import arrays, disk
@@ -84,3 +86,48 @@ def _in_grid(name: str, counts: tuple[int, ...]) -> bool:
     return len(numbers) == len(counts) and all(
         str(int(n)) == n and int(n) < count for n, count in zip(numbers, counts, strict=True)
     )
+
+
+_SHARD_INDEX_ENTRY_NBYTES = 16
+_SHARD_INDEX_CHECKSUM_NBYTES = 4
+
+
+def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
+    """Files of a checkpoint that are not there, or whose size cannot be right; none is read.
+
+    Tables must have their exact size, shards without a codec too; compressed ones must not be
+    empty. Contents are not checked.
+    """
+    damage: list[Damage] = []
+    for process, table in enumerate(manifest.tables):
+        file = arrays.table_file(data_folder, process)
+        _compare_size(file, table.nbytes, None, damage)
+    for leaf in manifest.leaves:
+        if leaf.spec is None or leaf.name is None:
+            continue
+        spec, grid = leaf.spec, leaf.spec.shards
+        folder = arrays.array_folder(data_folder, leaf.name)
+        index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * spec.chunks_per_shard
+        index_nbytes += _SHARD_INDEX_CHECKSUM_NBYTES
+        exact = spec.codec == "raw" and grid.size * math.prod(spec.shard_shape) == math.prod(
+            spec.shape
+        )
+        nbytes = math.prod(spec.shard_shape) * spec.itemsize + index_nbytes if exact else None
+        for shard in range(grid.size):
+            file = folder / zarr.shard_file(grid.position(shard))
+            _compare_size(file, nbytes, leaf.text, damage)
+    return damage
+
+
+def _compare_size(file: Path, nbytes: int | None, leaf: str | None, damage: list[Damage]) -> None:
+    try:
+        found = file.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        text = f"{file} is missing"
+        damage.append(Damage(path=leaf, kind="missing", text=text, file=str(file)))
+        return
+    wrong = found.st_size == 0 if nbytes is None else found.st_size != nbytes
+    if wrong or not stat.S_ISREG(found.st_mode):
+        text = f"{file} has {found.st_size} bytes"
+        text += f", not {nbytes}" if nbytes is not None else ""
+        damage.append(Damage(path=leaf, kind="size", text=text, file=str(file)))

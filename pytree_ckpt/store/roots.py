@@ -1,10 +1,18 @@
 """Folders of numbered checkpoints: what is in them, and how one is deleted."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pytree_ckpt.format.manifest import MANIFEST_FILE
+from pytree_ckpt.errors import CheckpointError
+from pytree_ckpt.format.manifest import MANIFEST_FILE, Manifest
 from pytree_ckpt.format.steps import StepNames
+from pytree_ckpt.store import commit, contents, disk
+from pytree_ckpt.store.locations import Location
+
+QUARANTINE_FILE = "damaged.txt"
+"""Marks a checkpoint that a load found damaged; it says why."""
 
 
 def committed_steps(root: Path, names: StepNames) -> list[int]:
@@ -23,3 +31,89 @@ def committed_steps(root: Path, names: StepNames) -> list[int]:
         for step, entry in found
         if step is not None and os.path.lexists(root / entry / MANIFEST_FILE)
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """A committed step as a glance shows it: its manifest, or what is wrong with it."""
+
+    step: int
+    manifest: Manifest | None
+    trouble: str | None
+    is_link: bool
+
+    @property
+    def is_good(self) -> bool:
+        return self.trouble is None
+
+
+def look(root: Path, names: StepNames) -> list[StepState]:
+    """Every committed step: manifests are read, files counted and measured, no data is read.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+    return [_look_at(root / names.name(step), step) for step in committed_steps(root, names)]
+
+
+def _look_at(path: Path, step: int) -> StepState:
+    is_link = path.is_symlink()
+    mark = path / QUARANTINE_FILE
+    if os.path.lexists(mark):
+        text = f"marked as damaged, see {mark}"
+        return StepState(step=step, manifest=None, trouble=text, is_link=is_link)
+    try:
+        manifest = commit.read_manifest(Location(path))
+        damage = contents.missing_files(path / manifest.data_dir, manifest)
+    except (CheckpointError, OSError) as error:
+        return StepState(step=step, manifest=None, trouble=str(error), is_link=is_link)
+    trouble = str(damage[0]) if damage else None
+    return StepState(step=step, manifest=manifest, trouble=trouble, is_link=is_link)
+
+
+def quarantine(path: Path, reason: str) -> None:
+    """Mark a checkpoint as damaged and leave it in place; where that is refused, nothing."""
+    try:
+        disk.write_new(path / QUARANTINE_FILE, (reason + "\n").encode("utf-8", "replace"))
+        disk.fsync_dir(path)
+    except OSError:
+        return
+
+
+def delete(path: Path) -> bool:
+    """Delete the checkpoint in a folder: the manifest first, then the data, then the folder.
+
+    Files that are no part of a checkpoint stay, and with them the folder.
+
+    Returns:
+        False, and nothing is touched, if it is being read or is reached through a link.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    if path.is_symlink():
+        return False
+    location = Location(path)
+    try:
+        manifest = commit.read_manifest(location)
+    except CheckpointError:
+        return _remove(location, [])
+    lock = disk.FolderLock(path / manifest.data_dir, shared=False)
+    with lock:
+        if lock.state == "busy":
+            return False
+        return _remove(location, [path / manifest.data_dir])
+
+
+def _remove(location: Location, data: Sequence[Path]) -> bool:
+    path = location.path
+    (path / MANIFEST_FILE).unlink(missing_ok=True)
+    disk.fsync_dir(path)
+    for folder in data:
+        disk.remove_tree(folder)
+    commit.reclaim(location)
+    (path / QUARANTINE_FILE).unlink(missing_ok=True)
+    if not os.listdir(path):
+        path.rmdir()
+    disk.fsync_dir(path.parent)
+    return True
