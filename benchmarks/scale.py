@@ -2,6 +2,7 @@
 
 Prints seconds of the pure plans (no array data) for trees of up to 100,000 leaves over 8 devices,
 and of a save and a load of 10,000 leaves of 4 KiB. Linear means: seconds per leaf stay the same.
+`run.py` takes the plans from here, as JSON.
 """
 
 import os
@@ -10,6 +11,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -75,17 +77,28 @@ def round_trip(leaves: int, folder: str) -> tuple[float, float]:
     return save, load
 
 
+def plans(scale: float) -> dict[int, float]:
+    """Seconds of the plans by number of leaves."""
+    counts = [round(leaves * scale) for leaves in (10_000, 25_000, 50_000, 100_000)]
+    return {leaves: seconds(lambda leaves=leaves: plan_both(leaves)) for leaves in counts}
+
+
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", default=None, help="where to write (default: a temporary folder)")
+    parser.add_argument("--scale", type=float, default=1.0, help="below 1: a trial run")
+    parser.add_argument("--plans", action="store_true", help="only the plans, as JSON")
     arguments = parser.parse_args()
+    planned = plans(arguments.scale)
+    if arguments.plans:
+        print(json.dumps(planned))
+        return
     print(f"{'leaves':>8}  {'plan s':>8}  {'µs/leaf':>8}")
-    for leaves in (10_000, 25_000, 50_000, 100_000):
-        taken = seconds(lambda leaves=leaves: plan_both(leaves))
+    for leaves, taken in planned.items():
         print(f"{leaves:>8}  {taken:>8.3f}  {taken / leaves * 1e6:>8.2f}")
     print(f"{'leaves':>8}  {'save s':>8}  {'load s':>8}   of 4 KiB over {DEVICES} devices")
-    for leaves in (1_000, 10_000):
+    for leaves in (round(1_000 * arguments.scale), round(10_000 * arguments.scale)):
         with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
             save, load = round_trip(leaves, folder)
         print(f"{leaves:>8}  {save:>8.3f}  {load:>8.3f}")

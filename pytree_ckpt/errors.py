@@ -38,6 +38,8 @@ class Mismatch:
     wanted: str | None = None
 
     def __str__(self) -> str:
+        if self.kind == "process count":
+            return self.text  # of the checkpoint, not of a leaf
         return f"{self.path or '(root)'}  {self.text}"
 
 
@@ -65,9 +67,11 @@ class MismatchError(CheckpointError, ValueError):
     def __init__(self, mismatches: Sequence[Mismatch], *, leaves: int, remedy: str) -> None:
         self.mismatches = tuple(mismatches)
         self.remedy = remedy
-        count = len({m.path for m in mismatches})
+        count = len({m.path for m in mismatches if m.kind != "process count"})
         verb = "does" if count == 1 else "do"
         lines = [f"{count} of {max(leaves, count)} leaves {verb} not fit the target"]
+        if not count:
+            lines = ["the checkpoint does not fit the processes that load it"]
         lines += [f"  {m}" for m in mismatches]
         super().__init__("\n".join([*lines, remedy]))
 

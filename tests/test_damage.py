@@ -118,7 +118,9 @@ def array_bytes(path: Path) -> dict[str, set[int]]:
         spec = manifest.by_text[file.parent.name].spec
         assert spec is not None
         places = chunk_ranges(file, spec.chunks_per_shard)
-        found[label(file, path)] = {at for start, size in places for at in range(start, start + size)}
+        found[label(file, path)] = {
+            at for start, size in places for at in range(start, start + size)
+        }
     ((start, _),) = chunk_ranges(data / "packed/00000/c.0", 1)
     packed: set[int] = set()
     rows = table.packed_rows

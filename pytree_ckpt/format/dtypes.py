@@ -74,3 +74,16 @@ def kind_of(name: str) -> str:
     if name.startswith(("int", "uint")):
         return "int"
     return "complex" if name.startswith("complex") else "float"
+
+
+def int_limits(name: str) -> tuple[int, int]:
+    """Least and greatest value of an integer dtype.
+
+    Example:
+        >>> int_limits("int4"), int_limits("uint8")
+        ((-8, 7), (0, 255))
+    """
+    bits = int("".join(c for c in name if c.isdigit()))
+    if name.startswith("u"):
+        return 0, (1 << bits) - 1
+    return -(1 << (bits - 1)), (1 << (bits - 1)) - 1

@@ -11,7 +11,7 @@ from pytree_ckpt.format import values, wire
 from pytree_ckpt.format.arrays import ARRAY_KINDS, STORAGES, ArraySpec
 from pytree_ckpt.format.manifest import Manifest, TableRef
 from pytree_ckpt.format.parse import Reader
-from pytree_ckpt.format.paths import KEY_KINDS, Key
+from pytree_ckpt.format.paths import KEY_KINDS, MAX_KEY_DIGITS, Key
 from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Single, Tiled
 from pytree_ckpt.format.trees import NODE_KINDS, Tree
 
@@ -67,7 +67,7 @@ def _key_to_wire(value: str | int) -> str | int | bytes:
 
 
 def _key_from_wire(value: Any) -> str | int:
-    if isinstance(value, bytes) and len(value) < 400:
+    if isinstance(value, bytes) and len(value) <= MAX_KEY_DIGITS + 1:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError("a key is neither text nor a number")

@@ -15,6 +15,8 @@ KEY_KINDS: tuple[KeyKind, ...] = ("str", "int", "list", "tuple", "attr", "flat")
 """A `dict` key that is a `str` or an `int`, an index of a list or tuple, the name of a field, or
 the position of a child in a node that names none of its children."""
 
+MAX_KEY_DIGITS = 400
+"""Longest `int` key, in decimal digits."""
 MAX_FILE_NAME = 160
 """Longest name of an array folder in bytes; most file systems stop at 255."""
 

@@ -4,7 +4,7 @@ Nodes are listed in preorder, so that a tree of any depth is three flat columns.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ class Tree:
         """Nodes that hold nothing: None, and containers without children, by path."""
         counts = iter(self.counts)
         return {
-            path: family(kind)
+            path: _empty_family(kind)
             for (path, kind), count in zip(self.walk(), counts, strict=True)
             if kind != "leaf" and count == 0
         }
@@ -116,7 +116,9 @@ class Tree:
         return node()[1]
 
 
-def family(kind: NodeKind) -> str:
-    """Containers that a load takes for one another have one family name."""
-    names: Mapping[str, str] = {"ordereddict": "dict", "namedtuple": "custom"}
-    return names.get(kind, kind)
+def _empty_family(kind: NodeKind) -> str:
+    """Empty nodes that a load takes for one another have one name.
+
+    A class may be a mapping, such as flax's FrozenDict; when it is empty nothing tells.
+    """
+    return "dict" if kind in ("ordereddict", "namedtuple", "custom") else kind

@@ -37,6 +37,11 @@ class HostViews:
         self._codes = described.codes
         self._forms = described.forms
         self._cells: dict[int, tuple[Shape, dict[Shape, int]]] = {}
+        for array in described.arrays.values():
+            if not isinstance(array, np.ndarray):
+                # JAX makes the shards of an array when they are first asked for. In JAX 0.10 two
+                # threads that ask at once make each of them twice, in any order.
+                array.addressable_data(0)
 
     def freeze(self) -> None:
         """Hold what the caller may change, donate or delete from now on.
@@ -88,6 +93,8 @@ class HostViews:
 
 def _shard_of_cell(form: ArrayForm, array: jax.Array) -> tuple[Shape, dict[Shape, int]]:
     """Extent of a device shard, and the number of the first local shard at each start."""
+    if array.is_fully_replicated:
+        return cell_of(form.sharding, form.shape), {(0,) * array.ndim: 0}
     found: dict[Shape, int] = {}
     for number, shard in enumerate(array.addressable_shards):
         found.setdefault(box_of(shard.index, array.shape).start, number)

@@ -8,6 +8,7 @@ import numpy as np
 
 from pytree_ckpt.errors import UnsupportedLeafError
 from pytree_ckpt.format import dtypes, values
+from pytree_ckpt.format.arrays import MAX_NDIM
 from pytree_ckpt.format.manifest import PER_PROCESS, VALUE
 from pytree_ckpt.format.paths import Path, to_text
 from pytree_ckpt.format.per_process import PerProcess
@@ -49,12 +50,13 @@ def describe(tree: Any) -> Described:
         UnsupportedLeafError: Leaves that cannot be saved, all of them, each with the reason.
     """
     flat = trees.flatten(tree)
-    paths = flat.tree.leaf_paths()
+    paths = flat.paths
     found = _Leaves()
     for index, leaf in enumerate(flat.leaves):
         found.enter(index, leaf, paths[index])
-    if found.refused:
-        raise UnsupportedLeafError(found.refused)
+    refused = [*flat.refused, *found.refused]
+    if refused:
+        raise UnsupportedLeafError(refused)
     return Described(
         tree=flat.tree,
         paths=paths,
@@ -112,6 +114,8 @@ class _Leaves:
     def _jax(self, index: int, array: jax.Array) -> int:
         if array.is_deleted():
             raise _RefusedError("is an array that was deleted (donated to a jitted function?)")
+        if array.ndim > MAX_NDIM:
+            raise _RefusedError(f"has {array.ndim} dimensions, more than {MAX_NDIM}")
         if keys.is_key_dtype(array.dtype):
             return self._keys(index, array)
         self.arrays[index] = array
@@ -120,6 +124,10 @@ class _Leaves:
         return self._new_form(mark, array, None) if code is None else code
 
     def _keys(self, index: int, array: jax.Array) -> int:
+        if not keys.is_known_impl(array):
+            raise _RefusedError(
+                f"has keys of {array.dtype}, an implementation that JAX cannot find by its name"
+            )
         data = keys.data_of(array)
         self.arrays[index] = data
         mark = (array.dtype, data.shape, data.sharding, False, _is_committed(array))
@@ -150,6 +158,8 @@ class _Leaves:
         code = self._known.get(mark)
         if code is not None:
             return code
+        if array.ndim > MAX_NDIM:
+            raise _RefusedError(f"has {array.ndim} dimensions, more than {MAX_NDIM}")
         name = _dtype_name(array.dtype)
         return self._add(mark, ArrayForm(kind=kind, dtype=name, shape=array.shape, sharding=None))
 

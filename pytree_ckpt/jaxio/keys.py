@@ -6,8 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_KNOWN_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
-
 
 def is_key_dtype(dtype: Any) -> bool:
     """Whether a dtype is one of typed keys."""
@@ -21,15 +19,22 @@ def impl_of_array(keys: jax.Array) -> str:
 
 def impl_of_dtype(dtype: Any) -> str:
     """Name of the implementation of a `key<...>` dtype, as `impl_of_array` gives it."""
-    return _names().get(dtype) or str(dtype)
+    # No public function tells the name of an implementation without a key of it.
+    return str(getattr(getattr(dtype, "_impl", None), "name", dtype))
+
+
+def is_known_impl(keys: jax.Array) -> bool:
+    """Whether JAX finds the implementation of these keys by its name."""
+    return _has_name(keys.dtype, impl_of_array(keys))
 
 
 @functools.cache
-def _names() -> dict[Any, str]:
-    return {
-        jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype: impl
-        for impl in _KNOWN_IMPLS
-    }
+def _has_name(dtype: Any, impl: str) -> bool:
+    try:
+        named = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    except ValueError:
+        return False
+    return bool(named.dtype == dtype)
 
 
 def data_of(keys: jax.Array) -> jax.Array:

@@ -1,10 +1,9 @@
 """Verified host memory to arrays on devices, many at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
@@ -98,20 +97,3 @@ def finish(array: jax.Array, *, key_impl: str | None, weak_type: bool) -> jax.Ar
         weak: jax.Array = _convert_element_type(array, weak_type=True)
         return weak
     return array
-
-
-def scalar_of(kind: str, value: Any) -> Any:
-    """A Python number of this kind."""
-    types: Mapping[str, Any] = {"bool": bool, "int": int, "float": float, "complex": complex}
-    return types[kind](value)
-
-
-def cast(buffer: Array, dtype: np.dtype[Any]) -> Array:
-    """Elements in another dtype, by numpy's rules; infinities stand for what does not fit."""
-    with np.errstate(all="ignore"):
-        try:
-            return buffer.astype(dtype)
-        except TypeError:
-            # Between some of its small types ml_dtypes has no way; these hold all of them exactly.
-            exact = np.int32 if "int" in buffer.dtype.name and "int" in dtype.name else np.float32
-            return buffer.astype(exact).astype(dtype)

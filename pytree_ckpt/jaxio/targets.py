@@ -49,9 +49,9 @@ def describe_target(target: Any, *, mesh: jax.sharding.Mesh | None) -> TargetTre
         UnsupportedLeafError: Leaves that ask for nothing that a checkpoint can give.
     """
     flat = trees.flatten(target)
-    paths = flat.tree.leaf_paths()
+    paths = flat.paths
     leaves: list[Target] = []
-    refused: list[tuple[str, str]] = []
+    refused = list(flat.refused)
     mismatches: list[Mismatch] = []
     concrete = mesh if mesh is not None else shardings.ambient_mesh()
     for path, leaf in zip(paths, flat.leaves, strict=True):

@@ -1,6 +1,6 @@
 """Pytrees to plain structure, by JAX's own rules of what is a node and what is a leaf."""
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,38 +8,46 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from pytree_ckpt.errors import CheckpointError, UnsupportedLeafError
-from pytree_ckpt.format.paths import Key, Path, to_text
+from pytree_ckpt.errors import CheckpointError
+from pytree_ckpt.format.paths import MAX_KEY_DIGITS, Key, Path, to_text
 from pytree_ckpt.format.trees import MAX_DEPTH, NodeKind, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatTree:
-    """A pytree taken apart: structure as data, the leaves, and JAX's way back."""
+    """A pytree taken apart: structure as data, the leaves, and JAX's way back.
+
+    `refused` has the places that have no structure as data, each with the reason. Where there
+    are some, `tree` is one leaf.
+    """
 
     tree: Tree
+    paths: list[Path]
     leaves: list[Any]
     treedef: Any
+    refused: list[tuple[str, str]]
 
 
 def flatten(tree: Any) -> FlatTree:
     """Take a pytree apart, leaves in JAX's order.
 
-    Raises:
-        UnsupportedLeafError: A key that is neither `str` nor `int`, keys that JAX cannot sort,
-            or nesting deeper than `MAX_DEPTH`.
+    Keys that are neither `str` nor `int`, keys that JAX cannot sort, two children of one name,
+    and nesting deeper than `MAX_DEPTH` are refused.
     """
     walk = _Walk()
     walk.node(tree, None, ())
     if walk.refused:
-        raise UnsupportedLeafError(walk.refused)
+        one = Tree(("leaf",), (0,), (None,))
+        return FlatTree(
+            tree=one, paths=walk.paths, leaves=walk.leaves, treedef=None, refused=walk.refused
+        )
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     if len(leaves) != len(walk.leaves) or any(
         a is not b for a, b in zip(leaves, walk.leaves, strict=True)
     ):
         raise CheckpointError("a node of the tree flattens differently from one time to the next")
     structure = Tree(tuple(walk.kinds), tuple(walk.counts), tuple(walk.keys))
-    return FlatTree(tree=structure, leaves=leaves, treedef=treedef)
+    return FlatTree(tree=structure, paths=walk.paths, leaves=leaves, treedef=treedef, refused=[])
 
 
 class _Walk:
@@ -50,6 +58,7 @@ class _Walk:
         self.counts: list[int] = []
         self.keys: list[Key | None] = []
         self.leaves: list[Any] = []
+        self.paths: list[Path] = []
         self.refused: list[tuple[str, str]] = []
 
     def node(self, node: Any, key: Key | None, path: Path) -> None:
@@ -64,6 +73,7 @@ class _Walk:
         self.keys.append(key)
         if kind == "leaf":
             self.leaves.append(node)
+            self.paths.append(path)
         for child_key, child in pairs:
             self.node(child, child_key, (*path, child_key))
 
@@ -82,9 +92,6 @@ class _Walk:
             return "list", [(Key("list", i), v) for i, v in enumerate(node)]
         if kind is tuple:
             return "tuple", [(Key("tuple", i), v) for i, v in enumerate(node)]
-        if isinstance(node, tuple) and hasattr(node, "_fields"):
-            fields = zip(node._fields, node, strict=True)
-            return "namedtuple", [(Key("attr", name), v) for name, v in fields]
         return self._custom(node, path)
 
     def _sorted(self, node: dict[Any, Any], path: Path) -> list[tuple[Key, Any]]:
@@ -97,13 +104,18 @@ class _Walk:
         return [(self._key(key, path), node[key]) for key in keys]
 
     def _custom(self, node: Any, path: Path) -> tuple[NodeKind, list[tuple[Key, Any]]] | None:
-        """A node of a registered class, one level deep."""
+        """A named tuple or a node of a registered class, one level deep."""
         pairs, treedef = jax.tree_util.tree_flatten_with_path(
             node, is_leaf=lambda child: child is not node
         )
         if jax.tree_util.treedef_is_leaf(treedef) and len(pairs) == 1 and not pairs[0][0]:
             return None
-        return "custom", [(self._entry(steps[0], path), child) for steps, child in pairs]
+        children = [(self._entry(steps[0], path), child) for steps, child in pairs]
+        names = [key.value for key, _ in children]
+        for name in (name for name, count in Counter(names).items() if count > 1):
+            self.refused.append((to_text(path), f"has two children of the name {name!r}"))
+        fields = getattr(node, "_fields", None) if isinstance(node, tuple) else None
+        return "namedtuple" if fields and list(fields) == names else "custom", children
 
     def _entry(self, entry: Any, path: Path) -> Key:
         match entry:
@@ -120,13 +132,18 @@ class _Walk:
 
     def _key(self, key: Any, path: Path) -> Key:
         """A key of a mapping, or a refusal."""
+        reason = f"has a key of type {type(key).__name__}; keys must be str or int"
         if isinstance(key, str):
             text = str.__str__(key)
             if _is_utf8(text):
                 return Key("str", text)
-        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
-            return Key("int", int(key))
-        reason = f"has the key {key!r} of type {type(key).__name__}; keys must be str or int"
+            reason = f"has the key {key!r}, which is not valid UTF-8"
+        elif isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+            if abs(int(key)) < 10**MAX_KEY_DIGITS:
+                return Key("int", int(key))
+            reason = f"has an int key of more than {MAX_KEY_DIGITS} digits"
+        elif len(repr(key)) < 200:
+            reason = f"has the key {key!r} of type {type(key).__name__}; keys must be str or int"
         self.refused.append((to_text(path), reason))
         return Key("flat", len(self.kinds))
 

@@ -220,9 +220,8 @@ def _holds(dtype: str, value: object) -> bool:
     if isinstance(value, bool):
         return True
     if isinstance(value, int):
-        bits = int("".join(c for c in dtype if c.isdigit()))
-        low, high = (0, 1 << bits) if dtype.startswith("u") else (-(1 << bits - 1), 1 << bits - 1)
-        return low <= value < high
+        low, high = dtypes.int_limits(dtype)
+        return low <= value <= high
     return dtype in ("float64", "complex128")
 
 

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from pytree_ckpt.format.steps import checked_step
 
 BestMode = Literal["min", "max"]
 
@@ -20,7 +22,7 @@ class Keep:
         newer_than: Those that are younger than so many seconds.
 
     Raises:
-        ValueError: A part that is not positive, or no part at all.
+        ValueError: A part that is not positive, or not of its kind, or no part at all.
 
     Example:
         >>> Keep(last=2, every=1000).every
@@ -34,16 +36,28 @@ class Keep:
     newer_than: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("last", "every", "newer_than"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"Keep({name}={value!r}): must be positive, or None for no rule")
+        for rule in ("last", "every"):
+            value = getattr(self, rule)
+            if value is not None and not _is_count(value):
+                raise ValueError(f"Keep({rule}={value!r}): must be positive, or None for no rule")
+        if self.newer_than is not None and not self.newer_than > 0:
+            raise ValueError(f"Keep(newer_than={self.newer_than!r}): must be positive, or None")
         if self.best is not None:
-            _, mode, count = self.best
-            if mode not in ("min", "max") or count < 1:
-                raise ValueError(f"Keep(best={self.best!r}): needs 'min' or 'max' and a count")
+            name, mode, count = self.best
+            if not name or mode not in ("min", "max") or not _is_count(count):
+                raise ValueError(
+                    f"Keep(best={self.best!r}): needs a name, 'min' or 'max', and a count"
+                )
+        object.__setattr__(self, "pinned", frozenset(map(checked_step, self.pinned)))
         if not any((self.last, self.every, self.best, self.pinned, self.newer_than)):
             raise ValueError("Keep without any rule would delete everything")
+
+
+def _is_count(value: Any) -> bool:
+    try:
+        return checked_step(value) > 0
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import tensorstore as ts
 from pytree_ckpt.format import zarr
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.tables import Packed
+from pytree_ckpt.store import contents
 from pytree_ckpt.store.failures import storage_errors
 
 ALIGNMENT = 64
@@ -51,26 +52,11 @@ def open_array(
         ).result()
 
 
-def array_folder(data: Path, name: str) -> Path:
-    """Folder of the array of a leaf."""
-    return data / "arrays" / name
-
-
-def packed_folder(data: Path, process: int) -> Path:
-    """Folder of the packed array of a process."""
-    return data / "packed" / f"{process:05d}"
-
-
-def table_file(data: Path, process: int) -> Path:
-    """File of the table of a process."""
-    return data / "tables" / f"{process:05d}.msgpack"
-
-
 def open_leaf(
     data: Path, name: str, spec: ArraySpec, ctx: ts.Context, *, write: bool
 ) -> ts.TensorStore:
     """The array of a leaf."""
-    folder = array_folder(data, name)
+    folder = contents.array_folder(data, name)
     return open_array(folder, zarr.array_metadata(spec), ctx, write=write)
 
 

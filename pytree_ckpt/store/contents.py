@@ -11,7 +11,22 @@ from pytree_ckpt.errors import Damage, DamageKind, FormatError, IntegrityError
 from pytree_ckpt.format import tables, wire, zarr
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.tables import Table
-from pytree_ckpt.store import arrays, disk
+from pytree_ckpt.store import disk
+
+
+def array_folder(data: Path, name: str) -> Path:
+    """Folder of the array of a leaf."""
+    return data / "arrays" / name
+
+
+def packed_folder(data: Path, process: int) -> Path:
+    """Folder of the packed array of a process."""
+    return data / "packed" / f"{process:05d}"
+
+
+def table_file(data: Path, process: int) -> Path:
+    """File of the table of a process."""
+    return data / "tables" / f"{process:05d}.msgpack"
 
 
 def read_table(data_folder: Path, manifest: Manifest, process: int) -> Table:
@@ -20,7 +35,7 @@ def read_table(data_folder: Path, manifest: Manifest, process: int) -> Table:
     Raises:
         IntegrityError: It is missing, a link, or not the one that the manifest names.
     """
-    file = arrays.table_file(data_folder, process)
+    file = table_file(data_folder, process)
     wanted = manifest.tables[process]
     try:
         data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
@@ -100,13 +115,13 @@ def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
     """
     damage: list[Damage] = []
     for process, table in enumerate(manifest.tables):
-        file = arrays.table_file(data_folder, process)
+        file = table_file(data_folder, process)
         _compare_size(file, table.nbytes, None, damage)
     for leaf in manifest.leaves:
         if leaf.spec is None or leaf.name is None:
             continue
         spec, grid = leaf.spec, leaf.spec.shards
-        folder = arrays.array_folder(data_folder, leaf.name)
+        folder = array_folder(data_folder, leaf.name)
         index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * spec.chunks_per_shard
         index_nbytes += _SHARD_INDEX_CHECKSUM_NBYTES
         exact = spec.codec == "raw" and grid.size * math.prod(spec.shard_shape) == math.prod(

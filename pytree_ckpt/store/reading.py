@@ -238,7 +238,7 @@ class CheckpointReader:
 
     def _check_leaf_folder(self, leaf: Leaf) -> None:
         if leaf.spec is not None and leaf.name is not None:
-            folder = arrays.array_folder(self._data, leaf.name)
+            folder = contents.array_folder(self._data, leaf.name)
             contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
 
     def _packed_groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
@@ -303,13 +303,13 @@ class CheckpointReader:
     def _packed_store(self, process: int) -> ts.TensorStore:
         codec = next(s.codec for s in self.manifest.specs if s.storage == "packed")
         metadata = arrays.packed_zarr(self._extent(process), codec)
-        folder = arrays.packed_folder(self._data, process)
+        folder = contents.packed_folder(self._data, process)
         return arrays.open_array(folder, metadata, self._ctx, write=False)
 
     def _check_packed_folder(self, process: int) -> None:
         packed = self._extent(process)
         files = -(-packed.nbytes // packed.shard_nbytes)
-        contents.check_folder(arrays.packed_folder(self._data, process), (files,), None)
+        contents.check_folder(contents.packed_folder(self._data, process), (files,), None)
 
     def _read_window(self, memory: Array, window: Window, placed: Sequence["_Placed"]) -> None:
         store = self._packed_store(window.process)

@@ -12,7 +12,9 @@ from pytree_ckpt.store import commit, contents, disk
 from pytree_ckpt.store.locations import Location
 
 QUARANTINE_FILE = "damaged.txt"
-"""Marks a checkpoint that a load found damaged; it says why."""
+"""Marks a checkpoint that a load found damaged: its data folder in the first line, then why."""
+_NO_MANIFEST = "the manifest"
+_MAX_MARK_NBYTES = 1 << 20
 
 
 def committed_steps(root: Path, names: StepNames) -> list[int]:
@@ -58,9 +60,8 @@ def look(root: Path, names: StepNames) -> list[StepState]:
 
 def _look_at(path: Path, step: int) -> StepState:
     is_link = path.is_symlink()
-    mark = path / QUARANTINE_FILE
-    if os.path.lexists(mark):
-        text = f"marked as damaged, see {mark}"
+    if is_marked(path):
+        text = f"marked as damaged, see {path / QUARANTINE_FILE}"
         return StepState(step=step, manifest=None, trouble=text, is_link=is_link)
     try:
         manifest = commit.read_manifest(Location(path))
@@ -73,11 +74,60 @@ def _look_at(path: Path, step: int) -> StepState:
 
 def quarantine(path: Path, reason: str) -> None:
     """Mark a checkpoint as damaged and leave it in place; where that is refused, nothing."""
+    text = f"{_data_dir(path) or _NO_MANIFEST}\n{reason}\n"
     try:
-        disk.write_new(path / QUARANTINE_FILE, (reason + "\n").encode("utf-8", "replace"))
+        unmark(path)
+        disk.write_new(path / QUARANTINE_FILE, text.encode("utf-8", "replace")[:_MAX_MARK_NBYTES])
         disk.fsync_dir(path)
     except OSError:
         return
+
+
+def is_marked(path: Path) -> bool:
+    """Whether a checkpoint is marked; the mark of one that was replaced since says nothing."""
+    try:
+        mark = disk.read_file(path / QUARANTINE_FILE, max_nbytes=_MAX_MARK_NBYTES)
+    except OSError:
+        return False
+    found = _data_dir(path)
+    return found is None or mark.split(b"\n", 1)[0] == found.encode()
+
+
+def _data_dir(path: Path) -> str | None:
+    """The data folder that the manifest names, None where it cannot be read."""
+    try:
+        return commit.read_manifest(Location(path)).data_dir
+    except (CheckpointError, OSError):
+        return None
+
+
+def unmark(path: Path) -> None:
+    """Remove the mark, if there is one."""
+    (path / QUARANTINE_FILE).unlink(missing_ok=True)
+
+
+def reclaim(root: Path, names: StepNames) -> None:
+    """Remove what dead saves, and deletions that were cut short, left in steps of a root.
+
+    Only steps without a manifest are looked at, links are not followed, and data that a living
+    writer holds stays.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    try:
+        entries = os.listdir(root)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        path = root / entry
+        if names.step(entry) is None or path.is_symlink() or not path.is_dir():
+            continue
+        location = Location(path)
+        if not commit.is_committed(location) and os.listdir(path):
+            commit.reclaim(location)
+            if not os.listdir(path):
+                path.rmdir()
 
 
 def delete(path: Path) -> bool:
@@ -112,7 +162,7 @@ def _remove(location: Location, data: Sequence[Path]) -> bool:
     for folder in data:
         disk.remove_tree(folder)
     commit.reclaim(location)
-    (path / QUARANTINE_FILE).unlink(missing_ok=True)
+    unmark(path)
     if not os.listdir(path):
         path.rmdir()
     disk.fsync_dir(path.parent)

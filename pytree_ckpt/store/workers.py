@@ -24,7 +24,8 @@ class Workers:
     """Runs jobs on `count` threads until the block ends; jobs not begun by then are cancelled.
 
     Not a `ThreadPoolExecutor`, because that takes no more jobs once the interpreter begins to
-    exit, and a save that is under way then must still be finished.
+    exit, and a save that is under way then must still be finished. Where no thread can be started
+    (then, by Python 3.12.0 and 3.12.1; or at a limit of the system) `submit` runs the job itself.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -33,19 +34,24 @@ class Workers:
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=False)
             for number in range(count)
         ]
+        self._started: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         for thread in self._threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._started.append(thread)
         return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
-        for _thread in self._threads:
+        for _thread in self._started:
             self._jobs.put(None)
-        for thread in self._threads:
+        for thread in self._started:
             thread.join()
 
     def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
@@ -60,7 +66,10 @@ class Workers:
             except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
                 future.set_exception(error)
 
-        self._jobs.put(run)
+        if self._started:
+            self._jobs.put(run)
+        else:
+            run()
         return future
 
     def _run(self) -> None:

@@ -16,7 +16,7 @@ from pytree_ckpt.format.manifest import TableRef
 from pytree_ckpt.format.tables import Packed, Rows, Table
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan
-from pytree_ckpt.store import arrays, disk
+from pytree_ckpt.store import arrays, contents, disk
 from pytree_ckpt.store.budget import ByteBudget
 from pytree_ckpt.store.digests import Digest, digest_function, digest_of
 from pytree_ckpt.store.failures import storage_errors
@@ -64,7 +64,7 @@ class Writer:
             per_process={(leaf, self._process): v for leaf, v in per_process.items()},
         )
         data, digest = tables.to_bytes(table)
-        disk.write_new(arrays.table_file(self._data, self._process), data)
+        disk.write_new(contents.table_file(self._data, self._process), data)
         for name in ("arrays", "packed", "tables"):
             disk.fsync_dir(self._data / name)
         return TableRef(nbytes=len(data), id=digest)
@@ -93,10 +93,10 @@ class Writer:
         plan = self._plan
         if self._process == 0:
             for leaf, name in plan.names.items():
-                folder = arrays.array_folder(self._data, name)
+                folder = contents.array_folder(self._data, name)
                 yield folder, zarr.array_metadata(plan.spec(leaf))
         if plan.packed is not None:
-            folder = arrays.packed_folder(self._data, self._process)
+            folder = contents.packed_folder(self._data, self._process)
             yield folder, arrays.packed_zarr(plan.packed, self._codec)
 
     @staticmethod
@@ -120,7 +120,7 @@ class Writer:
                 source = np.ascontiguousarray(self._view(leaf, box))
             values = source.view(dtypes.storage_dtype(spec.dtype))
             name = self._plan.names[leaf]
-            with storage_errors(f"writing {arrays.array_folder(self._data, name)}"):
+            with storage_errors(f"writing {contents.array_folder(self._data, name)}"):
                 pending = store[box.slices()].write(
                     values, can_reference_source_data_indefinitely=True
                 )
@@ -147,7 +147,7 @@ class Writer:
         packed = self._plan.packed
         if packed is None:
             return
-        folder = arrays.packed_folder(self._data, self._process)
+        folder = contents.packed_folder(self._data, self._process)
         metadata = arrays.packed_zarr(packed, self._codec)
         store = arrays.open_array(folder, metadata, self._ctx, write=True)
         file_of = self._plan.packed_offset // packed.shard_nbytes
@@ -178,7 +178,7 @@ class Writer:
                     places.append(place)
             with self._clock.stage("hash"):
                 found = [self._digest(place) for place in places]
-            where = f"writing {arrays.packed_folder(self._data, self._process)}"
+            where = f"writing {contents.packed_folder(self._data, self._process)}"
             with self._clock.stage("write"), storage_errors(where):
                 store[base : base + nbytes].write(
                     buffer, can_reference_source_data_indefinitely=True

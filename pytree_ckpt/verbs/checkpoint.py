@@ -60,6 +60,7 @@ class Checkpoint:
         location = locate(path)
         self.manifest, self._lock = commit.open_to_read(location)
         self._location = location
+        self._closed = False
         self._reader = CheckpointReader(
             location.path, self.manifest, verify=verify, options=options
         )
@@ -113,18 +114,24 @@ class Checkpoint:
     def _fill(self, wanted: list[tuple[Leaf, ArraySpec, Box]]) -> list[npt.NDArray[Any]]:
         from pytree_ckpt.store.reading import Request
 
-        if not self._lock.is_open:
+        if self._closed:
             raise NotFoundError(f"{self._location} was closed")
         requests = [Request(leaf=leaf, plan=plan_reads(spec, [box])) for leaf, spec, box in wanted]
-        found: list[npt.NDArray[Any]] = [np.empty(0)] * len(wanted)
+        # An empty part of a packed array lies in no window, so that no group has it.
+        found: dict[int, npt.NDArray[Any]] = {
+            at: np.empty(box.shape, dtypes.dtype_of(spec.dtype))
+            for at, (_, spec, box) in enumerate(wanted)
+            if box.size == 0
+        }
         for group in self._reader.read(requests):
             for part in group:
                 packed = wanted[part.request][1].storage == "packed"
                 found[part.request] = part.buffer.copy() if packed else part.buffer
-        return found
+        return [found[at] for at in range(len(wanted))]
 
     def close(self) -> None:
         """Let the checkpoint go; it may then be replaced or deleted."""
+        self._closed = True
         self._lock.release()
 
     def __enter__(self) -> Self:

@@ -1,16 +1,15 @@
 """Load a checkpoint: describe the target, compare, plan, read and verify, place, assemble."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, IntegrityError, Mismatch, MismatchError
-from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import whole
 from pytree_ckpt.format.manifest import Leaf, Manifest
@@ -18,7 +17,7 @@ from pytree_ckpt.format.per_process import PerProcess
 from pytree_ckpt.jaxio import monitoring, placing, processes, targets
 from pytree_ckpt.jaxio.targets import Target, TargetTree
 from pytree_ckpt.options import LoadOptions
-from pytree_ckpt.plan import compare
+from pytree_ckpt.plan import casting, compare
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
 from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import Location, PathLike, locate
@@ -270,7 +269,8 @@ class _Assembly:
         placed: list[jax.Array] = []
         for filled in group:
             pending = self._pending[filled.request]
-            buffer = _as_wanted(pending.item, filled.buffer)
+            with _named(pending.item):
+                buffer = _as_wanted(pending.item, filled.buffer)
             pending.left -= 1
             if pending.by_shard and pending.layout is not None:
                 for at, place in pending.layout.holders(filled.box):
@@ -280,7 +280,8 @@ class _Assembly:
             if pending.left:
                 continue
             if not pending.item.on_device:
-                self._results[pending.item.at] = _on_host(pending.item, buffer)
+                with _named(pending.item):
+                    self._results[pending.item.at] = _on_host(pending.item, buffer)
             elif pending.layout is None:
                 loose.append((pending, 0, None, buffer))
             else:
@@ -310,12 +311,15 @@ class _Assembly:
         elif want.dtype is None:
             value: Any = item.leaf.value
             same = type(value).__name__ == want.kind
-            self._results[item.at] = value if same else placing.scalar_of(want.kind, value)
+            with _named(item):
+                self._results[item.at] = value if same else casting.as_python(value, want.kind)
         else:
-            number = placing.scalar_of(dtypes.kind_of(want.dtype), item.leaf.value)
-            buffer = placing.cast(np.asarray(number), dtypes.dtype_of(want.dtype))
+            with _named(item):
+                buffer = casting.cast_value(item.leaf.value, want.dtype)
             if item.on_device:
-                self._results[item.at] = placing.replicate(buffer, item.sharding)
+                array = placing.replicate(buffer, item.sharding)
+                weak = bool(item.target.weak_type)
+                self._results[item.at] = placing.finish(array, key_impl=None, weak_type=weak)
             else:
                 self._results[item.at] = buffer if want.kind == "numpy" else buffer[()]
 
@@ -336,7 +340,7 @@ def _as_wanted(item: _Item, buffer: Array) -> Array:
     """The elements in the wanted dtype; a numpy leaf gets memory of its own."""
     want, spec = item.target.want, item.leaf.spec
     if spec is not None and not compare.is_same_bytes(spec, want):
-        return placing.cast(buffer, dtypes.dtype_of(want.dtype or spec.dtype))
+        return casting.cast(buffer, want.dtype or spec.dtype)
     if not item.on_device and spec is not None and spec.storage == "packed":
         return buffer.copy()
     return buffer
@@ -348,7 +352,18 @@ def _on_host(item: _Item, buffer: Array) -> Any:
         return buffer
     if want.kind == "scalar":
         return buffer[()]
-    return placing.scalar_of(want.kind, buffer[()])
+    return casting.as_python(buffer[()], want.kind)
+
+
+@contextmanager
+def _named(item: _Item) -> Iterator[None]:
+    """Say which leaf it is that cannot be cast."""
+    try:
+        yield
+    except ValueError as error:
+        text = f"dtype: cannot be cast, {error}"
+        wrong = Mismatch(path=item.leaf.text, kind="dtype", text=text)
+        raise MismatchError([wrong], leaves=1, remedy="Ask for the dtype it has.") from None
 
 
 def _check_still_there(location: Location, manifest: Manifest) -> None:

@@ -108,12 +108,15 @@ class CheckpointManager:
         checked_step(step)
         if self._save_every is None and self._save_every_seconds is None:
             return True
-        if self._sigterm is not None and self._sigterm.received:
+        if self._is_preempted():
             return True
         if self._save_every is not None and step % self._save_every == 0:
             return True
         due = self._save_every_seconds
         return due is not None and time.monotonic() - self._last_saved >= due
+
+    def _is_preempted(self) -> bool:
+        return self._sigterm is not None and self._sigterm.received
 
     def save(
         self,
@@ -128,16 +131,18 @@ class CheckpointManager:
     ) -> PendingSave | None:
         """Save `tree` as `step`, if it is time.
 
-        A save that is still under way is waited for first, and its failure raised here.
+        A save that is still under way is waited for first, and its failure raised here; after
+        SIGTERM it is reported at exit instead, and this step still saved.
 
         Args:
-            step: Above every step of the root, unless `overwrite` replaces it.
+            step: Above every step of the root, unless `overwrite` replaces it. Steps that are
+                marked as damaged do not count, and are replaced.
             tree: The state.
             metrics: Numbers for `Keep(best=...)`.
             metadata: JSON-like data for the manifest.
             force: Save whether or not it is time.
             overwrite: Replace this step.
-            skip_if_busy: Do not save if another save is under way.
+            skip_if_busy: Do not save if another save is under way, unless SIGTERM came.
 
         Returns:
             The save under way, None if it was not time.
@@ -147,41 +152,55 @@ class CheckpointManager:
             ExistsError: The step exists, or is below the latest one.
             Exception: What this save, or the one before it, failed with.
         """
+        started = time.perf_counter()
         number = checked_step(step)
         if not force and not self.should_save(number):
             return None
-        if skip_if_busy and self._pending is not None and not self._pending.done():
+        preempted = self._is_preempted()
+        if preempted and self._pending is not None:
+            self._pending.wait()
+        elif skip_if_busy and self._pending is not None and not self._pending.done():
             return None
-        self.wait()
-        self._check_order(number, overwrite=overwrite)
-        pending = start_save(
+        else:
+            self.wait()
+        replaces = self._check_order(number, overwrite=overwrite)
+        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        self._pending = pending = start_save(
             self._root / self._names.name(number),
             tree,
-            overwrite=overwrite,
+            overwrite=replaces,
             metadata=metadata,
-            metrics=metrics,
+            metrics=numbers,
             options=self._save_options,
-            before=lambda: self._rotate(number, metrics or {}, ahead=True),
-            after=lambda: self._rotate(number, metrics or {}, ahead=False),
+            before=lambda: self._make_room(number),
+            after=lambda: self._rotate(number, numbers),
+            started=started,
         )
-        self._pending = pending
         self._last_saved = time.monotonic()
-        preempted = self._sigterm is not None and self._sigterm.received
+        preempted = preempted or self._is_preempted()
         if preempted or not self._background:
             self.wait()
         if preempted:
+            _LOG.warning("SIGTERM came: step %d of %s is the last", number, self._root)
             raise Preempted(number)
         return pending
 
-    def _check_order(self, step: int, *, overwrite: bool) -> None:
+    def _check_order(self, step: int, *, overwrite: bool) -> bool:
+        """Whether the step replaces one that is there.
+
+        Raises:
+            ExistsError: It may not, or there is a later one.
+        """
         steps = roots.committed_steps(self._root, self._names)
-        if step in steps and not overwrite:
+        in_the_way = [s for s in steps if s >= step and not self._is_marked(s)]
+        if step in in_the_way and not overwrite:
             raise ExistsError(f"step {step} exists in {self._root}; overwrite=True replaces it")
-        if steps and step < steps[-1] and step not in steps:
+        if in_the_way and step not in in_the_way:
             raise ExistsError(
-                f"step {step} is below the latest step {steps[-1]} of {self._root}; go on in "
+                f"step {step} is below the latest step {in_the_way[-1]} of {self._root}; go on in "
                 f"another root, or delete the later steps with rollback({step})"
             )
+        return step in steps
 
     def wait(self) -> None:
         """Wait for the save under way.
@@ -242,16 +261,19 @@ class CheckpointManager:
         Args:
             target: As `load` takes it.
             step: Which one.
-            on_damage: `"previous"` marks a damaged newest step, leaves it in place, and loads the
-                one before it.
+            on_damage: `"previous"` marks a damaged step, leaves it in place, and loads the one
+                before it.
             mesh, reshard, cast, partial: As `load` takes them.
 
         Raises:
             NotFoundError: There is no such step, or no step at all.
-            IntegrityError: The step, or with `on_damage="previous"` every step, is damaged.
+            IntegrityError: The step, or with `on_damage="previous"` every step up to it, is
+                damaged.
             OSError: The root cannot be read.
             MismatchError: The target does not fit.
         """
+        if on_damage not in ("raise", "previous"):
+            raise ValueError(f"on_damage must be 'raise' or 'previous', not {on_damage!r}")
         self.wait()
         wanted = self._candidates(step)
         trouble: list[Damage] = []
@@ -277,36 +299,57 @@ class CheckpointManager:
                 roots.quarantine(path, str(error))
                 text = f"step {number}: {error}"
                 trouble.append(Damage(path=None, kind="unreadable", text=text, file=str(path)))
-        raise IntegrityError(trouble, note=f"No step of {self._root} is whole.")
+        until = "" if step == "latest" else f" up to {step}"
+        raise IntegrityError(trouble, note=f"No step of {self._root}{until} is whole.")
 
     def _candidates(self, step: int | Literal["latest"]) -> list[int]:
-        """Steps to try, in order."""
-        steps = roots.committed_steps(self._root, self._names)
+        """Steps to try, in order; those marked as damaged only if asked for, or all are."""
+        steps = roots.committed_steps(self._root, self._names)[::-1]
+        whole = [s for s in steps if not self._is_marked(s)]
         if step != "latest":
             if checked_step(step) not in steps:
-                raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")
-            return [step]
+                raise NotFoundError(
+                    f"there is no step {step} in {self._root}; it has {steps[::-1]}"
+                )
+            return [step, *(s for s in whole if s < step)]
         if not steps:
             raise NotFoundError(f"there is no checkpoint in {self._root}")
-        return [s for s in reversed(steps) if not self._is_marked(s)] or steps[::-1]
+        return whole or steps
 
     def _is_marked(self, step: int) -> bool:
-        return (self._root / self._names.name(step) / roots.QUARANTINE_FILE).exists()
+        return roots.is_marked(self._root / self._names.name(step))
 
     # --- deleting -------------------------------------------------------------------------------
 
-    def _rotate(self, step: int, metrics: Mapping[str, float], *, ahead: bool) -> None:
-        """Delete what `keep` does not keep, ahead of writing `step` or after its commit.
+    def _make_room(self, step: int) -> None:
+        """Ahead of writing `step`, delete what `keep` will not keep once it is there.
 
-        Ahead, `step` counts as if it were there, but one good checkpoint always stays.
+        One good checkpoint always stays, and so do the best: `step` may yet fail.
         """
+        try:
+            roots.reclaim(self._root, self._names)
+        except OSError as error:
+            _LOG.warning(
+                "leftovers of dead saves in %s could not be removed: %s", self._root, error
+            )
+        self._apply(step, {}, protect_last=True)
+
+    def _rotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After the commit of `step`, delete what `keep` does not keep."""
+        try:
+            roots.unmark(self._root / self._names.name(step))
+            self._apply(step, metrics, protect_last=False)
+        except OSError as error:
+            _LOG.warning("old steps of %s could not be looked at: %s", self._root, error)
+
+    def _apply(self, step: int, metrics: Mapping[str, float], *, protect_last: bool) -> None:
         if self._keep is None:
             return
         states = self._look()
         infos = [info for info in _infos(states) if info.step != step]
         protected = {state.step: "reached through a link" for state in states if state.is_link}
         protected[step] = "just saved"
-        if ahead and infos:
+        if protect_last and infos:
             protected[infos[-1].step] = "the last one is never deleted"
         infos.append(StepInfo(step=step, created=time.time(), metrics=metrics))
         decision = retention.decide(infos, self._keep, now=time.time(), protected=protected)
@@ -327,6 +370,7 @@ class CheckpointManager:
 
         Raises:
             NotFoundError: `step` is not in the root.
+            CheckpointError: A later step is being read or is a link; it and those below it stay.
         """
         self.wait()
         steps = roots.committed_steps(self._root, self._names)
@@ -334,7 +378,9 @@ class CheckpointManager:
             raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")
         later = [s for s in reversed(steps) if s > step]
         for number in later:
-            roots.delete(self._root / self._names.name(number))
+            path = self._root / self._names.name(number)
+            if not roots.delete(path):
+                raise CheckpointError(f"step {number} is in use or a link, delete it first: {path}")
         return later
 
     # --- ending ---------------------------------------------------------------------------------
@@ -352,7 +398,11 @@ class CheckpointManager:
         self.close()
 
     def __repr__(self) -> str:
-        return f"CheckpointManager({str(self._root)!r}, steps={self.steps()}, keep={self._keep})"
+        try:
+            steps = str(self.steps())
+        except OSError as error:
+            steps = f"unreadable: {error}"
+        return f"CheckpointManager({str(self._root)!r}, steps={steps}, keep={self._keep})"
 
 
 def _infos(states: list[StepState]) -> list[StepInfo]:
@@ -370,14 +420,22 @@ class _Sigterm:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("on_sigterm works in the main thread only")
         self.received = False
+        self._released = False
         self._before = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        _LOG.warning("SIGTERM: the next save is the last")
+        # It does not log: it may have interrupted a write to the very stream of the log.
         self.received = True
-        self.release()
+        self._put_back()
+        if self._released:
+            signal.raise_signal(signal.SIGTERM)
 
     def release(self) -> None:
-        """Put back the handler that was there."""
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+        """Listen no more, and put back the handler that was there, unless there is another."""
+        self._released = True
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._note:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)

@@ -47,6 +47,8 @@ class PendingSave:
 
     def exception(self) -> BaseException | None:
         """What the save failed with, None if it did not or is under way; it counts as seen."""
+        if not self._finished.is_set():
+            return None
         if self._error is not None:
             atexit.unregister(self._report)
         return self._error

@@ -107,9 +107,13 @@ def start_save(
     options: SaveOptions | None,
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
+    started: float | None = None,
 ) -> PendingSave:
-    """As `save_async`; `before` and `after` run in the background around the save."""
-    started = time.perf_counter()
+    """As `save_async`; `before` and `after` run in the background around the save.
+
+    The caller counts as blocked since `started`, by `time.perf_counter()`.
+    """
+    started = time.perf_counter() if started is None else started
     job = _Job(path, tree, overwrite=overwrite, metadata=metadata, metrics=metrics, options=options)
     job.freeze()
     job.clock.add("blocked", time.perf_counter() - started)

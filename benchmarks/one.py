@@ -1,0 +1,215 @@
+"""One measurement: save or load one state with one system, in this process and once.
+
+Prints one line of JSON. `run.py` starts a process of this for every number in its tables, so that
+no measurement meets another's caches, pools or leaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import workloads
+from systems import SYSTEMS, Adapter
+from workloads import Leaf, Workload
+
+
+def main() -> None:
+    """Measure, and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("verb", choices=("save", "load"))
+    parser.add_argument("--system", required=True, choices=SYSTEMS)
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--path", required=True, type=Path)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument(
+        "--cold", action="store_true", help="do not save and load a small one first"
+    )
+    parser.add_argument("--check", action="store_true", help="compare what was loaded, bit for bit")
+    arguments = parser.parse_args()
+    _die_first_without_memory()
+    _use_cpu_devices()
+    workload = workloads.workloads(arguments.scale)[arguments.workload]
+    adapter = SYSTEMS[arguments.system].make()
+    if not arguments.cold:
+        _warm_up(adapter, workload, arguments.path.parent)
+    if arguments.verb == "save":
+        result = _save(adapter, workload, arguments.path)
+    else:
+        result = _load(adapter, workload, arguments.path, arguments.check)
+    adapter.close()
+    print(json.dumps(result))
+
+
+def _save(adapter: Adapter, workload: Workload, path: Path) -> dict[str, Any]:
+    state = adapter.prepare(workloads.build(workload))
+    with _library_log() as log, _measured() as result:
+        adapter.save(path, state)
+    result.update(_log_figures(log), **_on_disk(path), sync_s=_sync(path))
+    return result
+
+
+def _load(adapter: Adapter, workload: Workload, path: Path, check: bool) -> dict[str, Any]:
+    import jax
+
+    target = workloads.target(workload)
+    _forget_pages(path)
+    with _library_log() as log, _measured() as result:
+        loaded = adapter.load(path, target, reshard=workload.is_reshard)
+        jax.block_until_ready(loaded)
+    result.update(_log_figures(log))
+    if check and loaded is not None:
+        workloads.check(workload, loaded)
+    if log and workload.is_reshard:
+        import amplification
+
+        result["amplification"] = amplification.by_device(path, target)
+    return result
+
+
+def _warm_up(adapter: Adapter, workload: Workload, folder: Path) -> None:
+    """Save and load a small state of other shapes: what is imported and started once.
+
+    A training run saves many times, so this is not what a save costs; and it costs the peers more
+    than us.
+    """
+    spec = (workload.mesh[0][0],)
+    leaves = (
+        Leaf(path=("large",), shape=(8 << 7, 2 << 10), spec=spec),
+        Leaf(path=("small",), shape=(56, 3), spec=spec),
+    )
+    small = replace(workload, leaves=leaves, target_mesh=None)
+    scratch = Path(tempfile.mkdtemp(prefix="warm_", dir=folder))
+    try:
+        adapter.save(scratch / "ckpt", adapter.prepare(workloads.build(small)))
+        adapter.load(scratch / "ckpt", workloads.target(small), reshard=False)
+    finally:
+        shutil.rmtree(scratch)
+
+
+# --- the process ----------------------------------------------------------------------------
+
+
+def _use_cpu_devices() -> None:
+    """Eight devices on the CPU, before JAX is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flags = os.environ.get("XLA_FLAGS", "")
+    count = f"--xla_force_host_platform_device_count={workloads.DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
+
+
+def _die_first_without_memory() -> None:
+    """A peer that takes all memory must not take down anything else on the machine."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+@contextlib.contextmanager
+def _measured() -> Iterator[dict[str, Any]]:
+    """Seconds, CPU seconds, peak memory above what there was, and bytes read by system calls."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    result: dict[str, Any] = {}
+    before = _counters()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
+    memory = _status("VmRSS")
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    started = time.perf_counter()
+    yield result
+    result["seconds"] = time.perf_counter() - started
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    result["peak_nbytes"] = max(_status("VmHWM") - memory, 0)
+    result["cpu_s"] = used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime
+    after = _counters()
+    result["read_nbytes"] = after["rchar"] - before["rchar"]
+    result["device_read_nbytes"] = after["read_bytes"] - before["read_bytes"]
+
+
+def _counters() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def _status(name: str) -> int:
+    """A figure of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise KeyError(name)
+
+
+# --- the files ------------------------------------------------------------------------------
+
+
+def _files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def _on_disk(path: Path) -> dict[str, int]:
+    sizes = [file.stat().st_size for file in _files(path)]
+    return {"disk_nbytes": sum(sizes), "disk_files": len(sizes)}
+
+
+def _sync(path: Path) -> float:
+    """Seconds to sync what a save left unsynced; nothing of it burdens who comes next."""
+    started = time.perf_counter()
+    for file in _files(path):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return time.perf_counter() - started
+
+
+def _forget_pages(path: Path) -> None:
+    """Drop a checkpoint from the page cache. Needs no rights; does nothing on tmpfs."""
+    for file in _files(path):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+# --- what the library says about itself -----------------------------------------------------
+
+
+@contextlib.contextmanager
+def _library_log() -> Iterator[list[str]]:
+    """The lines that the library logs about saves and loads; peers log none."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pytree_ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def _log_figures(lines: list[str]) -> dict[str, Any]:
+    """Bytes and chunks read, and seconds by stage."""
+    figures: dict[str, Any] = {}
+    for line in lines:
+        if read := re.search(r"(\d+) bytes in (\d+) chunks", line):
+            figures["own_read_nbytes"], figures["own_read_chunks"] = map(int, read.groups())
+        if stages := re.findall(r"([a-z][a-z ]*?) (\d+\.\d+) s\b", line):
+            figures["stages"] = {name: float(seconds) for name, seconds in stages}
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
