@@ -8,6 +8,8 @@ PYTHON_NEWEST ?=
 # The number of pytest processes, and more arguments for pytest, such as -k mesh.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# Arguments for benchmarks/run.py, such as --workload a,b --dir tmpfs --rounds 5.
+BENCH_ARGS ?=
 
 PY := .venv/bin/python
 PYTEST = -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -21,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: PYTHON, PYTHON_OLDEST, PYTHON_NEWEST, WORKERS, PYTEST_ARGS"
+	@echo "Settings: PYTHON, PYTHON_OLDEST, PYTHON_NEWEST, WORKERS, PYTEST_ARGS, BENCH_ARGS"
 
 .PHONY: test
 test: .venv/.installed ## Run the tests with the locked dependencies
@@ -38,6 +40,18 @@ test-newest: .venv-newest/.installed ## Run the tests with the newest JAX, on Py
 .PHONY: demo
 demo: .venv/.installed ## Run the training example
 	$(PY) examples/train.py --demo
+
+BENCH = .venv-bench/bin/python benchmarks/run.py --json build/bench/$(1).json --png build/bench/$(1).png
+
+.PHONY: bench
+bench: .venv-bench/.installed ## Measure beside other libraries and the limit of the machine: hours
+	$(call BENCH,results) $(BENCH_ARGS)
+
+.PHONY: bench-smoke
+bench-smoke: .venv-bench/.installed ## Try the benchmarks on tiny states
+	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --workload b --systems all
+	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --append \
+		--workload d-cols,planning,manifest --systems ours-sha256,limit-xxh3
 
 .PHONY: check
 check: .venv/.installed ## Check format, lint, types and the directions of imports
@@ -64,7 +78,7 @@ lock: .venv-lock/.locked ## Resolve the dependencies again, into requirements/
 
 .PHONY: clean
 clean: ## Remove the environments, the builds and the caches
-	rm -rf .venv .venv-oldest .venv-newest .venv-lock build dist
+	rm -rf .venv .venv-oldest .venv-newest .venv-bench .venv-lock build dist
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -114,6 +128,10 @@ endef
 .venv-newest/.locked: requirements/lock.txt
 	$(call require,$(newest-python),12,PYTHON_NEWEST)
 	$(call install,$(newest-python),$<)
+
+.venv-bench/.locked: requirements/lock.txt
+	$(call require,$(PYTHON),11,PYTHON)
+	$(call install,$(PYTHON),$<)
 
 .venv-lock/.locked:
 	$(call require,$(PYTHON),11,PYTHON)

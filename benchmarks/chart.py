@@ -70,7 +70,8 @@ def _panel(
             label = f"{SYSTEMS[name].label}: {limit:.2f}"
             axis.axvline(limit, color=LIMIT, linestyle=style, linewidth=1.4, label=label)
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="lower right", fontsize=7, frameon=True)
+        corner = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.99)}
+        axis.legend(**corner, ncols=2, fontsize=7, frameon=False)
     title = results.states[workload]["title"]
     axis.set_title(f"({workload}) {title}: {verb}", fontsize=9, loc="left")
     axis.tick_params(axis="x", labelsize=8)

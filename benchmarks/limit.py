@@ -43,12 +43,12 @@ def views(tree: Any) -> list[memoryview]:
     """The bytes of a state where they are, those of replicated shards once."""
     import jax
 
-    found = []
-    for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                found.append(memoryview(np.asarray(shard.data).reshape(-1).view(np.uint8)))
-    return found
+    shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    return [
+        memoryview(np.asarray(shard.data).reshape(-1).view(np.uint8))
+        for shard in shards
+        if shard.replica_id == 0
+    ]
 
 
 def files(found: list[memoryview]) -> list[list[Block]]:

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import statistics
@@ -47,6 +48,8 @@ PACKAGES = (
     "torch",
     "xxhash",
 )
+ROWS = ("planning", "manifest")
+"""What is measured besides states."""
 TIMEOUT_S = 1800
 IMPORT_ROUNDS = 11
 
@@ -59,13 +62,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if arguments.show:
         results = results_of.read(arguments.show)
+        tables.show_all(out, results)
     else:
         results = _start(arguments)
         tables.show_setting(out, results)
         _measure_all(arguments, results, out)
-    tables.show(out, results)
-    if arguments.json:
-        results.write(arguments.json)
+        tables.show_verdict(out, results)
     if arguments.png:
         _draw(results, arguments.png, out)
     return 1 if results.errors() else 0
@@ -75,7 +77,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--workload", default="all", help=f"of {','.join(workloads())}")
+    parser.add_argument("--workload", default="all", help=f"of {','.join((*workloads(), *ROWS))}")
     parser.add_argument("--systems", default="", help=f"of {','.join(SYSTEMS)}, or all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", default="tmpfs,disk", help="tmpfs, disk, or folders")
@@ -90,19 +92,24 @@ def _arguments() -> argparse.Namespace:
 
 def _measure_all(arguments: argparse.Namespace, results: Results, out: Any) -> None:
     everything = workloads(arguments.scale)
-    chosen = list(everything) if arguments.workload == "all" else arguments.workload.split(",")
+    known = [*everything, *ROWS]
+    chosen = known if arguments.workload == "all" else arguments.workload.split(",")
     for name in chosen:
-        if name not in everything:
-            raise SystemExit(f"there is no workload {name!r}; there are {', '.join(everything)}")
+        if name not in known:
+            raise SystemExit(f"there is no workload {name!r}; there are {', '.join(known)}")
+    if "planning" in chosen:
+        _measure_planning(arguments, results)
+    if "manifest" in chosen:
+        _measure_manifest_only(results)
     for place, folder in _places(arguments.dir, results):
         with _scratch(folder) as scratch:
-            for key in chosen:
+            for key in (name for name in chosen if name in everything):
                 _measure_workload(arguments, results, place, scratch, everything[key], out)
                 if arguments.json:
                     results.write(arguments.json)
                 tables.show_workload(out, results, place, key)
-    _measure_planning(arguments, results)
-    _measure_manifest_only(results)
+    if arguments.json:
+        results.write(arguments.json)
 
 
 def _measure_workload(
@@ -120,7 +127,7 @@ def _measure_workload(
         return
     names = _systems(arguments.systems, workload, results)
     for number in range(arguments.rounds):
-        turn = number % len(names)
+        turn = number * len(names) // arguments.rounds
         for name in names[turn:] + names[:turn]:
             path = scratch / "ckpt"
             for verb in VERBS:
@@ -155,8 +162,8 @@ def _one(
     if done.returncode < 0:
         return {"error": f"killed by {signal.Signals(-done.returncode).name}"}
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"error": said[-1].strip()[:300] if said else f"exit code {done.returncode}"}
+        said = [line for line in done.stderr.splitlines() if re.match(r"[\w.]+: ", line)]
+        return {"error": said[-1][:300] if said else f"exit code {done.returncode}"}
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
 

@@ -154,8 +154,9 @@ class TorchDcp(Adapter):
         import torch.distributed.checkpoint as dcp
 
         self._torch, self._dcp = torch, dcp
-        # No process group is what is meant; JAX's arrays are read only and stay so.
+        # No process group is what is meant; JAX's arrays are read only, and are not written to.
         warnings.filterwarnings("ignore", module="torch")
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
     def save(self, path: Path, state: Any) -> None:
         tensors = {name: self._torch.from_numpy(x) for name, x in _gathered(state).items()}
@@ -278,8 +279,8 @@ SYSTEMS = {
         make=lambda: OrbaxV1(compress=False),
     ),
     "jax": System(
-        label="JAX pytree_serialization",
-        settings="the defaults: zarr3, OCDBT, no compression",
+        label="JAX pytree",
+        settings="pytree_serialization, the defaults: zarr3, OCDBT, no compression",
         package="jax",
         modules=("flatbuffers",),
         make=JaxPytree,

@@ -22,12 +22,17 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
 
 
-def show(out: Console, results: Results) -> None:
-    """Everything."""
+def show_all(out: Console, results: Results) -> None:
+    """Everything, of an earlier run."""
     show_setting(out, results)
     for place in results.places:
         for workload in results.states:
             show_workload(out, results, place, workload)
+    show_verdict(out, results)
+
+
+def show_verdict(out: Console, results: Results) -> None:
+    """The targets, and what was not measured."""
     for place in results.places:
         show_targets(out, results, place)
     for line in (*results.skipped, *results.errors()):
@@ -144,6 +149,8 @@ def show_targets(out: Console, results: Results, place: str) -> None:
     title = f"targets on {place} ({results.places[place]})"
     table = _table(title, "row", "what", "target", "measured", "", "beside")
     for row in judge(results, place):
+        if row.figure is None and results.scale != 1:
+            continue
         figure = "–" if row.figure is None else f"{row.figure:.3g}{row.unit}"
         verdict = row.verdict if results.scale == 1 else ""
         style = {"PASS": "green", "short": "bold red"}.get(verdict)
@@ -156,7 +163,12 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title or None, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
     for column in columns:
         is_text = column in ("system", "package", "settings", "row", "what", "beside", "")
-        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+        table.add_column(
+            column,
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=column not in ("settings", "what", "beside"),
+        )
     return table
 
 

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray, read_manifest
     from pytree_ckpt.verbs.checkpoint import open_checkpoint as open
     from pytree_ckpt.verbs.load import load
-    from pytree_ckpt.verbs.manager import CheckpointManager, Preempted
+    from pytree_ckpt.verbs.manager import CheckpointManager
     from pytree_ckpt.verbs.pending import PendingSave
+    from pytree_ckpt.verbs.preemption import Preempted
     from pytree_ckpt.verbs.save import save, save_async
     from pytree_ckpt.verbs.steps import latest_step, step_path, steps
+    from pytree_ckpt.verbs.verify import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -55,6 +57,7 @@ __all__ = [
     "SaveOptions",
     "StoredArray",
     "UnsupportedLeafError",
+    "VerifyReport",
     "latest_step",
     "load",
     "open",
@@ -63,6 +66,7 @@ __all__ = [
     "save_async",
     "step_path",
     "steps",
+    "verify",
 ]
 
 _HOME = {
@@ -73,8 +77,10 @@ _HOME = {
     "PendingSave": ("verbs.pending", None),
     **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
     **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
-    **dict.fromkeys(("CheckpointManager", "Preempted"), ("verbs.manager", None)),
+    "CheckpointManager": ("verbs.manager", None),
+    "Preempted": ("verbs.preemption", None),
     "Keep": ("plan.retention", None),
+    **dict.fromkeys(("VerifyReport", "verify"), ("verbs.verify", None)),
     "Manifest": ("format.manifest", None),
     "PerProcess": ("format.per_process", None),
 }

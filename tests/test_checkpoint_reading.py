@@ -179,6 +179,18 @@ def test_what_is_read_is_the_callers_own(ckpt: pc.Checkpoint) -> None:
         np.testing.assert_array_equal(ckpt[name], ARRAYS[name])
 
 
+def test_a_small_array_does_not_keep_the_memory_of_its_neighbours(tmp_path: Path) -> None:
+    pc.save(tmp_path, {f"leaf{n}": np.arange(100.0) for n in range(500)})
+    with pc.open(tmp_path) as ckpt:
+        kept = [ckpt["leaf7"][...], np.asarray(ckpt["leaf8"]), ckpt.to_numpy()["leaf9"]]
+    kept.append(pc.load(tmp_path)["leaf10"])
+    for array in kept:
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        assert owner.nbytes <= array.nbytes + 64
+
+
 def test_keys_are_stored_as_their_data(ckpt: pc.Checkpoint) -> None:
     data = np.asarray(jax.random.key_data(jax.random.key(3, impl="rbg")))
     assert ckpt["key"].dtype == np.uint32

@@ -52,14 +52,17 @@ def params() -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
 
 
-def step_twice(optimizer: Any, start: Any, state: Any) -> tuple[Any, Any]:
-    """Parameters and optimizer state after two steps with gradients that depend on both."""
+def make_step(optimizer: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """A step whose gradients depend on the parameters, so that it shows a difference in either."""
     optax = pytest.importorskip("optax")
-    for _ in range(2):
-        grads = jax.tree.map(lambda p: 2 * p + 1, start)
-        updates, state = optimizer.update(grads, state, start)
-        start = optax.apply_updates(start, updates)
-    return start, state
+
+    @jax.jit
+    def step(weights: Any, state: Any) -> tuple[Any, Any]:
+        grads = jax.tree.map(lambda p: 2 * p + 1, weights)
+        updates, state = optimizer.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    return step
 
 
 # --- optax ----------------------------------------------------------------------------------
@@ -73,7 +76,6 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         return {k: "fast" if k == "dense" else "slow" for k in tree}
 
     return {
-        "sgd": lambda: optax.sgd(1e-2),
         "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),
         "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
             learning_rate=schedule, weight_decay=1e-4
@@ -83,35 +85,31 @@ def optimizers() -> dict[str, Callable[[], Any]]:
         ),
         "masked": lambda: optax.masked(optax.adam(1e-2), {"dense": True, "norm": False}),
         "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2),
-        "apply_if_finite": lambda: optax.apply_if_finite(optax.lion(1e-3), 3),
         "adafactor": lambda: optax.adafactor(1e-3),
     }
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("sgd", "chain", "inject_hyperparams", "multi_transform", "masked", "MultiSteps"),
-        *("apply_if_finite", "adafactor"),
-    ],
+    ["chain", "inject_hyperparams", "multi_transform", "masked", "MultiSteps", "adafactor"],
 )
 def test_an_optimizer_goes_on_as_if_it_had_never_stopped(
     tmp_path: Path, mesh_4x2: Mesh, name: str
 ) -> None:
     optimizer = optimizers()[name]()
+    init, step = jax.jit(optimizer.init), make_step(optimizer)
     start = shard(params(), mesh_4x2)
-    weights, state = step_twice(optimizer, start, optimizer.init(start))
+    weights, state = step(*step(start, init(start)))
     tree = {"params": weights, "opt": state}
     check(tmp_path / "ckpt", tree)
 
-    fresh = {"params": start, "opt": optimizer.init(start)}
-    abstract = jax.eval_shape(lambda tree: tree, fresh)
+    abstract = jax.eval_shape(lambda start: {"params": start, "opt": init(start)}, start)
     assert jax.tree.structure(abstract) == jax.tree.structure(tree)
     resumed = pc.load(tmp_path / "ckpt", abstract)
     assert jax.tree.structure(resumed) == jax.tree.structure(tree)
     for now, then in zip(
-        jax.tree.leaves(step_twice(optimizer, resumed["params"], resumed["opt"])),
-        jax.tree.leaves(step_twice(optimizer, weights, state)),
+        jax.tree.leaves(step(resumed["params"], resumed["opt"])),
+        jax.tree.leaves(step(weights, state)),
         strict=True,
     ):
         assert np.asarray(now).tobytes() == np.asarray(then).tobytes()
@@ -186,15 +184,20 @@ def linen_state(seed: int = 0) -> Any:
             return linen.Dense(2)(linen.relu(linen.Dense(4)(x)))
 
     net = Net()
-    variables = net.init(jax.random.key(seed), jnp.ones((1, 3)))
+    variables = jax.jit(net.init)(jax.random.key(seed), jnp.ones((1, 3)))
     return train_state.TrainState.create(
         apply_fn=lambda *args: net.apply(*args), params=variables["params"], tx=optax.adam(1e-2)
     )
 
 
+@jax.jit
+def train(state: Any) -> Any:
+    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+
+
 def test_a_train_state_loads_into_an_equal_one_with_another_treedef(tmp_path: Path) -> None:
     saved, target = linen_state(0), linen_state(1)
-    saved = saved.apply_gradients(grads=jax.tree.map(jnp.ones_like, saved.params))
+    saved = train(saved).replace(step=7)
     assert jax.tree.structure(saved) != jax.tree.structure(target)
     pc.save(tmp_path / "ckpt", saved)
     loaded = pc.load(tmp_path / "ckpt", target)
@@ -203,20 +206,12 @@ def test_a_train_state_loads_into_an_equal_one_with_another_treedef(tmp_path: Pa
     assert loaded.tx is target.tx
     # Only what makes the treedefs differ is taken from the other.
     assert_same(loaded.replace(apply_fn=saved.apply_fn, tx=saved.tx), saved)
-    x = jnp.arange(3.0)[None]
-    np.testing.assert_array_equal(
-        loaded.apply_fn({"params": loaded.params}, x), saved.apply_fn({"params": saved.params}, x)
-    )
 
 
 def test_the_step_of_a_train_state_may_be_an_int_or_an_array(tmp_path: Path) -> None:
     """It is an int when the state is made, and an array after the first jitted step."""
     fresh = linen_state()
     assert type(fresh.step) is int
-
-    @jax.jit
-    def train(state: Any) -> Any:
-        return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
 
     trained = train(fresh)
     assert isinstance(trained.step, jax.Array)
@@ -240,14 +235,14 @@ def test_a_step_that_was_an_int_does_not_compile_the_step_again(tmp_path: Path) 
     compiled = []
 
     @jax.jit
-    def train(state: Any) -> Any:
+    def train_and_count(state: Any) -> Any:
         compiled.append(1)
-        return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+        return train(state)
 
-    trained = train(train(fresh))
+    trained = train_and_count(train_and_count(fresh))
     before = len(compiled)
     pc.save(tmp_path / "ckpt", fresh)
-    train(pc.load(tmp_path / "ckpt", trained))
+    train_and_count(pc.load(tmp_path / "ckpt", trained))
     assert len(compiled) == before
 
 
@@ -345,10 +340,10 @@ def test_an_nnx_optimizer_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> 
         model = nnx_model(seed)
         return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
+    @nnx.jit
     def train(model: Any, optimizer: Any) -> None:
-        for _ in range(2):
-            grads = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model)
-            optimizer.update(model, grads)
+        grads = nnx.grad(lambda m: jnp.sum(m(x) ** 2))(model)
+        optimizer.update(model, grads)
 
     model, optimizer = make(0)
     train(model, optimizer)

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -338,6 +339,21 @@ def test_two_far_shards_are_two_windows_of_a_chunk_each() -> None:
     assert [w.stop - w.start for w in found] == [packed.chunk_nbytes] * 2
 
 
+def test_neighbouring_chunks_are_one_window_and_files_are_not() -> None:
+    shards, packed = packed_shards([300_000] * 200)
+    found = list(windows(shards, {0: packed}))
+    assert len(found) == -(-packed.nbytes // packed.shard_nbytes) == 4
+    for window in found:
+        assert window.start // packed.shard_nbytes == (window.stop - 1) // packed.shard_nbytes
+
+
+def test_a_single_chunk_that_is_not_wanted_is_left_out() -> None:
+    mib = 1 << 20
+    shards, packed = packed_shards([mib - 64] * 4, keep=[True, False, False, True])
+    found = list(windows(shards, {0: packed}))
+    assert [(w.start // mib, w.stop // mib) for w in found] == [(0, 1), (2, 4)]
+
+
 def test_nothing_wanted_makes_no_window() -> None:
     assert list(windows([], {})) == []
 
@@ -347,3 +363,37 @@ def test_the_plan_of_a_load_has_one_read_for_each_chunk_however_many_there_are(c
     spec = spec_of((count, 2), (1, 2), (1, 2))
     plan = plan_reads(spec, list(spec.shards.boxes()))
     assert len(reads_of(plan)) == len(plan.units) == count
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """How many functions, Python's and C's, a call makes: a measure without a clock."""
+    count = 0
+
+    def tally(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(tally)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_the_cost_of_a_plan_grows_with_the_shards_no_faster_than_they_do() -> None:
+    def planning(count: int) -> int:
+        spec = spec_of((count, 2), (1, 2), (1, 2))
+        boxes = list(spec.shards.boxes())
+        return calls_of(lambda: plan_reads(spec, boxes))
+
+    assert planning(1600) <= 8.5 * planning(200)
+
+
+def test_a_part_of_a_vast_array_is_planned_without_looking_at_the_rest() -> None:
+    def planning(count: int) -> int:
+        spec = spec_of((count, 2), (1, 2), (1, 2))
+        return calls_of(lambda: plan_reads(spec, [Box((count // 2, 0), (count // 2 + 3, 1))]))
+
+    assert planning(1 << 40) == planning(1 << 10)

@@ -218,12 +218,13 @@ def test_any_sharding_loads_into_any_sharding(cases: list[tuple[np.ndarray, Any,
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """Limits at which an array of a few elements has files and chunks of its own."""
+    """Limits at which an array of a few elements is treated as a large one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunking, "MAX_SHARD_NBYTES", 128)
         patch.setattr(chunking, "MAX_CHUNK_NBYTES", 24)
         patch.setattr(chunking, "PACK_BELOW_NBYTES", 16)
         patch.setattr(chunking, "MIN_SLICE_NBYTES", 32)
+        patch.setattr("pytree_ckpt.verbs.load._PLACE_WHOLE_NBYTES", 64)
         yield
 
 

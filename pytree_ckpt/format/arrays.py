@@ -16,7 +16,7 @@ STORAGES: tuple[Storage, ...] = ("array", "packed", "empty")
 """A Zarr array of its own; shards in the packed arrays of the processes; no bytes at all."""
 CODECS = ("raw", "zstd")
 MAX_NDIM = 32
-MAX_ARRAY_BYTES = 1 << 62
+MAX_ARRAY_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,8 @@ class ArraySpec:
             raise ValueError(f"an array of kind {self.kind} with key impl {self.key_impl}")
         if self.key_ndim > (len(self.shape) if self.kind == "key" else 0):
             raise ValueError(f"{self.key_ndim} key dimensions in an array of {self.shape}")
+        if self.kind == "key" and (self.key_ndim < 1 or self.dtype != "uint32"):
+            raise ValueError(f"keys with data of {self.dtype} in {self.key_ndim} dimensions")
         if (self.storage == "empty") != (math.prod(self.shape) == 0):
             raise ValueError(f"an array of {self.shape} stored as {self.storage}")
         if self.codec not in CODECS:
@@ -94,6 +96,11 @@ class ArraySpec:
     @property
     def num_shards(self) -> int:
         return self.shards.size
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all shards; as they divide a shard, they are a grid over the array too."""
+        return Grid(self.shape, self.chunk_shape).size
 
     @property
     def chunks_per_shard(self) -> int:

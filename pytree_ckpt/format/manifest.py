@@ -2,12 +2,13 @@
 
 import datetime
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from pytree_ckpt.format import paths
+from pytree_ckpt.format import paths, wire
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.paths import Path
 from pytree_ckpt.format.shardings import Mesh, Named
@@ -21,6 +22,7 @@ PER_PROCESS = -2
 """Codes in the column of leaves beside the indices of array specs."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_END_OF_CALENDAR = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC).timestamp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,13 @@ class Manifest:
             raise ValueError("an array folder has a name that could leave the checkpoint")
         if not self.tables or self.process_count < 1:
             raise ValueError("a manifest has at least one table and one process")
+        if any(table.nbytes > wire.MAX_FILE_BYTES for table in self.tables):
+            raise ValueError("a table is larger than any table")
+        if self.num_chunks * DIGEST_NBYTES[self.digest] > sum(t.nbytes for t in self.tables):
+            # Who reads the chunks can trust that there are about as many as bytes were read.
+            raise ValueError(f"the tables cannot have the digests of {self.num_chunks} chunks")
+        if not 0 <= self.created < _END_OF_CALENDAR:
+            raise ValueError(f"bad time of the save: {self.created}")
 
     @property
     def data_dir(self) -> str:
@@ -149,6 +158,12 @@ class Manifest:
     def leaf_specs(self) -> list[ArraySpec | None]:
         """The array spec of each leaf, None for values."""
         return [self.specs[code] if code >= 0 else None for code in self.leaf_codes]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all arrays; each has a digest."""
+        counts = Counter(code for code in self.leaf_codes if code >= 0)
+        return sum(count * self.specs[code].num_chunks for code, count in counts.items())
 
     @property
     def nbytes(self) -> int:

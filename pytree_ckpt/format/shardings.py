@@ -32,6 +32,8 @@ class Mesh:
             raise ValueError(f"mesh sizes {self.axis_sizes} are not positive")
         if len(self.device_ids) != math.prod(self.axis_sizes):
             raise ValueError(f"{len(self.device_ids)} devices in a mesh of {self.axis_sizes}")
+        if len(set(self.device_ids)) != len(self.device_ids):
+            raise ValueError("a mesh has a device twice")
 
     def size_of(self, axes: SpecEntry) -> int:
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))

@@ -3,8 +3,6 @@
 import struct
 from typing import Any
 
-from pytree_ckpt.errors import FormatError
-
 Value = bool | int | float | complex | str | bytes
 MAX_INT_BYTES = 1 << 20
 """Largest `int`, in bytes of two's complement."""
@@ -34,7 +32,7 @@ def from_wire(item: Any) -> Value:
     """The value of a tag and a payload.
 
     Raises:
-        FormatError: Unknown tag, or a payload that does not fit it.
+        ValueError: Unknown tag, or a payload that does not fit it.
     """
     match item:
         case ["b", bool() as value]:
@@ -52,7 +50,7 @@ def from_wire(item: Any) -> Value:
         case ["y", bytes() as value]:
             return value
         case _:
-            raise FormatError(f"the manifest has a value of unknown form: {str(item)[:80]}")
+            raise ValueError(f"a value of unknown form: {str(item)[:80]}")
 
 
 def check_metadata(value: Any, where: str = "metadata", depth: int = 0) -> Any:

@@ -16,8 +16,8 @@ FORMAT = "pytree_ckpt"
 VERSION = 1
 MAX_FILE_BYTES = 64 << 20
 """Largest manifest or table that is written or read."""
-MAX_ITEMS = 1 << 22
-"""Most elements of one list or map."""
+MAX_ITEMS = 1 << 20
+"""Most elements of all lists and maps of a file together, keys and values counted apart."""
 MAX_MSGPACK_DEPTH = 32
 """Deepest nesting of lists and maps."""
 
@@ -30,16 +30,17 @@ def encode(value: Any) -> bytes:
     return out
 
 
-def decode(data: bytes | memoryview, *, what: str) -> Any:
+def decode(data: bytes, *, what: str) -> Any:
     """The value of one msgpack object that fills `data`.
 
     Raises:
         FormatError: Not msgpack, trailing bytes, an extension type, a duplicate key, a count or
             a depth beyond the limits.
     """
+    _check_extent(data, what)
     limit = min(len(data), MAX_ITEMS)
     try:
-        value = msgpack.unpackb(
+        return msgpack.unpackb(
             data,
             raw=False,
             use_list=True,
@@ -52,8 +53,6 @@ def decode(data: bytes | memoryview, *, what: str) -> Any:
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FormatError(f"{what} is not valid: {_reason(error)}") from None
-    _check_depth(value, what)
-    return value
 
 
 def _reason(error: Exception) -> str:
@@ -71,28 +70,71 @@ def _no_extension(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
 
 
-def _check_depth(value: Any, what: str) -> None:
-    level = [value]
-    for _ in range(MAX_MSGPACK_DEPTH):
-        level = [
-            child
-            for node in level
-            if isinstance(node, (list, dict))
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, (list, dict))
-        ]
-        if not level:
-            return
-    raise FormatError(f"{what} is nested deeper than {MAX_MSGPACK_DEPTH}")
+def _steps() -> list[int]:
+    """For each first byte of an item without children or length its bytes, else 0."""
+    steps = [1] * 256
+    for head in range(0xA0, 0xC0):
+        steps[head] += head - 0xA0
+    for head in (0xC4, 0xC5, 0xC6, 0xD9, 0xDA, 0xDB, *range(0x80, 0xA0), *range(0xDC, 0xE0)):
+        steps[head] = 0
+    for head, nbytes in zip(range(0xCA, 0xD4), (4, 8, 1, 2, 4, 8, 1, 2, 4, 8), strict=True):
+        steps[head] += nbytes
+    return steps
+
+
+_STEP = _steps()
+_LENGTH_NBYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_COUNT_NBYTES = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+
+
+def _check_extent(data: bytes, what: str) -> None:
+    """Count elements and depth before memory is taken: an empty list of one byte takes 80.
+
+    What is not msgpack is left to msgpack.
+
+    Raises:
+        FormatError: More than `MAX_ITEMS`, or deeper than `MAX_MSGPACK_DEPTH`.
+    """
+    at, left, total = 0, 1, 1
+    above: list[int] = []
+    while at < len(data):
+        while not left:
+            if not above:
+                return
+            left = above.pop()
+        left -= 1
+        head = data[at]
+        step = _STEP[head]
+        if step:
+            at += step
+            continue
+        at += 1
+        if head in _LENGTH_NBYTES:
+            width = _LENGTH_NBYTES[head]
+            at += width + int.from_bytes(data[at : at + width], "big")
+            continue
+        width = _COUNT_NBYTES.get(head, 0)
+        count = int.from_bytes(data[at : at + width], "big") if width else head & 0x0F
+        at += width
+        count *= 2 if head < 0x90 or head >= 0xDE else 1
+        total += count
+        if total > MAX_ITEMS:
+            raise FormatError(f"{what} has more than {MAX_ITEMS} elements")
+        above.append(left)
+        left = count
+        if len(above) > MAX_MSGPACK_DEPTH:
+            raise FormatError(f"{what} is nested deeper than {MAX_MSGPACK_DEPTH}")
 
 
 def seal(kind: FileKind, content: Any) -> tuple[bytes, bytes]:
     """A metadata file and its id.
 
     Raises:
-        FormatError: The file would be larger than `MAX_FILE_BYTES`.
+        FormatError: The file would be larger than `MAX_FILE_BYTES`, or have more elements than
+            a reader takes.
     """
     body = encode(content)
+    _check_extent(body, f"the {kind}")
     digest = hashlib.sha256(body).digest()
     data = encode({"format": FORMAT, "version": VERSION, "kind": kind, "id": digest, "body": body})
     if len(data) > MAX_FILE_BYTES:

@@ -65,6 +65,10 @@ class HostViews:
             else:
                 self._arrays[leaf] = self._frozen_shards(leaf, array)
 
+    def release(self) -> None:
+        """Let go of all arrays: whoever still has these views must not keep a whole state alive."""
+        self._arrays.clear()
+
     def _frozen_shards(self, leaf: int, array: jax.Array) -> "_Shards":
         _, shard_at = self._cell_of(leaf, array)
         views = {number: np.asarray(array.addressable_data(number)) for number in shard_at.values()}

@@ -25,16 +25,22 @@ def impl_of_dtype(dtype: Any) -> str:
 
 def is_known_impl(keys: jax.Array) -> bool:
     """Whether JAX finds the implementation of these keys by its name."""
-    return _has_name(keys.dtype, impl_of_array(keys))
+    impl = impl_of_array(keys)
+    return has_impl(impl) and bool(_dtype_of_impl(impl) == keys.dtype)
+
+
+def has_impl(impl: str) -> bool:
+    """Whether JAX has an implementation of this name."""
+    try:
+        _dtype_of_impl(impl)
+    except ValueError:
+        return False
+    return True
 
 
 @functools.cache
-def _has_name(dtype: Any, impl: str) -> bool:
-    try:
-        named = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
-    except ValueError:
-        return False
-    return bool(named.dtype == dtype)
+def _dtype_of_impl(impl: str) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
 def data_of(keys: jax.Array) -> jax.Array:

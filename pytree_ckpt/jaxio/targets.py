@@ -171,6 +171,14 @@ def check_width(leaf: Leaf, want: Want) -> list[Mismatch]:
     return [Mismatch(path=leaf.text, kind="dtype", text=text, saved=want.dtype)]
 
 
+def check_impl(leaf: Leaf, want: Want) -> list[Mismatch]:
+    """Keys of an implementation that is not registered in this process."""
+    if want.kind != "key" or want.key_impl is None or keys.has_impl(want.key_impl):
+        return []
+    text = f"key impl: JAX has no {want.key_impl!r} here; register it before the load"
+    return [Mismatch(path=leaf.text, kind="key impl", text=text, saved=want.key_impl)]
+
+
 def open_sharding(
     leaf: Leaf, *, mesh: jax.sharding.Mesh | None, reshard: bool
 ) -> tuple[Any, Sharding | None, list[Mismatch]]:
@@ -194,6 +202,9 @@ def open_sharding(
             return None, None, []
         devices = {device.id: device for device in jax.local_devices()}
         device = devices.get(saved.device_id, jax.local_devices()[0])
+        if not _has_memory(device, saved.memory_kind):
+            text = f"saved in {saved.memory_kind} memory, which {device} does not have"
+            return None, None, [_no_devices(leaf, text)]
         chosen_one = jax.sharding.SingleDeviceSharding(device, memory_kind=saved.memory_kind)
         return chosen_one, saved, []
     if saved is None or reshard:
@@ -212,6 +223,10 @@ def _on_mesh(
     except ValueError as error:
         text = f"saved as {saved}, which cannot be laid out here: {error}"
         return None, None, [_no_devices(leaf, text)]
+
+
+def _has_memory(device: Any, kind: str | None) -> bool:
+    return kind is None or any(memory.kind == kind for memory in device.addressable_memories())
 
 
 def _no_devices(leaf: Leaf, text: str) -> Mismatch:

@@ -3,12 +3,12 @@
 A save writes only below a fresh `data-<nonce>/`. The checkpoint appears when its manifest does.
 """
 
+import contextlib
 import errno
 import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
@@ -90,7 +90,7 @@ def check_free(location: Location, *, overwrite: bool) -> None:
         raise ExistsError(f"{path} already holds a checkpoint; pass overwrite=True to replace it")
 
 
-@contextmanager
+@contextlib.contextmanager
 def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Iterator["Attempt"]:
     """One save: a data folder of its own, which is removed unless the block commits.
 
@@ -104,7 +104,7 @@ def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Itera
     try:
         reclaim(location)
         _check_space(path, needed_nbytes)
-        nonce, lock = _fresh_data_dir(path)
+        nonce, lock = _fresh_data_dir(path, made)
     except BaseException:
         _remove_empty(made)
         raise
@@ -128,11 +128,18 @@ def _check_space(path: Path, needed_nbytes: int) -> None:
         )
 
 
-def _fresh_data_dir(path: Path) -> tuple[str, disk.FolderLock]:
-    """A new data folder, locked before a reclaimer could take it for a leftover."""
+def _fresh_data_dir(path: Path, made: list[Path]) -> tuple[str, disk.FolderLock]:
+    """A new data folder, locked before a reclaimer could take it for a leftover.
+
+    A reclaimer may also have taken `path` while it was empty; it is then made again.
+    """
     while True:
         nonce = secrets.token_hex(16)
-        (path / f"data-{nonce}").mkdir()
+        try:
+            (path / f"data-{nonce}").mkdir()
+        except FileNotFoundError:
+            made[:] = [*(new for new in disk.make_dirs(path) if new not in made), *made]
+            continue
         lock = disk.FolderLock(path / f"data-{nonce}", shared=False)
         if lock.state in ("held", "unsupported"):
             return nonce, lock
@@ -170,8 +177,9 @@ class Attempt:
             ExistsError: Another save committed first and `overwrite` is False.
         """
         path = self.location.path
-        for folder in (self.folder, path, *(new.parent for new in self._made)):
-            disk.fsync_dir(folder)
+        disk.fsync_dir(self.folder)
+        disk.fsync_dir(path)
+        disk.fsync_above(path, made=self._made)
         disk.write_new(self.temporary, data)
         if self._overwrite:
             os.replace(self.temporary, path / MANIFEST_FILE)
@@ -182,8 +190,13 @@ class Attempt:
         reclaim(self.location)
 
     def abandon(self) -> None:
-        """Take back what this save made. What cannot be removed now is reclaimed later."""
+        """Take back what this save made. What cannot be removed now is reclaimed later.
+
+        If it was interrupted when its manifest had a name already, it stays, whole.
+        """
         try:
+            if _named(self.location) in (self.folder.name, _UNKNOWN):
+                return
             self.temporary.unlink(missing_ok=True)
             disk.remove_tree(self.folder)
         except OSError:
@@ -216,34 +229,45 @@ class Attempt:
 def reclaim(location: Location) -> None:
     """Remove what dead saves left in a checkpoint folder, and data that was replaced.
 
-    A data folder goes only if no manifest names it and no living writer holds it.
+    A data folder goes only if no manifest names it and no living writer holds it. What cannot be
+    removed now is left for the next save.
     """
-    for name in os.listdir(location.path):
-        entry = location.path / name
-        if _TEMPORARY.fullmatch(name):
-            _reclaim_temporary(location, entry, name.split(".")[1])
-        elif _DATA_DIR.fullmatch(name):
-            if entry.is_symlink():
-                entry.unlink(missing_ok=True)
-            else:
-                _reclaim_data(location, entry)
+    try:
+        _reclaim(location)
+    except OSError:
+        return
 
 
-def _reclaim_temporary(location: Location, entry: Path, nonce: str) -> None:
-    folder = location.path / f"data-{nonce}"
-    if not folder.exists() or _named(location) == folder.name:
-        entry.unlink(missing_ok=True)
+def _reclaim(location: Location) -> None:
+    names = os.listdir(location.path)
+    data = [n for n in names if _DATA_DIR.fullmatch(n)]
+    temporary = [n for n in names if _TEMPORARY.fullmatch(n)]
+    if not temporary and len(data) <= is_committed(location):
+        return
+    named = _named(location)
+    data = [n for n in data if n != named]
+    if data and named != _UNKNOWN:
+        # Whoever replaced or unlinked the manifest may have died before that was durable. Without
+        # this a power cut could bring the old manifest back, but not its data.
+        disk.fsync_dir(location.path)
+        for name in data:
+            _reclaim_data(location, location.path / name)
+    for name in temporary:
+        folder = f"data-{name.split('.')[1]}"
+        if folder == named or not os.path.lexists(location.path / folder):
+            (location.path / name).unlink(missing_ok=True)
 
 
 def _reclaim_data(location: Location, folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
     with disk.FolderLock(folder, shared=False) as lock:
         # Only with the lock held is it certain that nobody is about to commit this folder.
         if lock.state == "held" and _named(location) not in (folder.name, _UNKNOWN):
             (location.path / f"manifest.{folder.name[5:]}.tmp").unlink(missing_ok=True)
-            try:
+            with contextlib.suppress(OSError):
                 disk.remove_tree(folder)
-            except OSError:
-                return
 
 
 _UNKNOWN = "?"

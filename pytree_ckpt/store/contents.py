@@ -108,15 +108,19 @@ _SHARD_INDEX_CHECKSUM_NBYTES = 4
 
 
 def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
-    """Files of a checkpoint that are not there, or whose size cannot be right; none is read.
+    """Files of a checkpoint that are not there, or whose size cannot be right.
 
     Tables must have their exact size, shards without a codec too; compressed ones must not be
-    empty. Contents are not checked.
+    empty. Only tables are read, and those only if there is a packed array.
     """
     damage: list[Damage] = []
-    for process, table in enumerate(manifest.tables):
-        file = table_file(data_folder, process)
-        _compare_size(file, table.nbytes, None, damage)
+    packed = [spec for spec in manifest.specs if spec.storage == "packed"]
+    is_raw = all(spec.codec == "raw" for spec in packed)
+    for process, ref in enumerate(manifest.tables):
+        sound = len(damage)
+        _compare_size(table_file(data_folder, process), ref.nbytes, None, damage)
+        if packed and len(damage) == sound:
+            damage += _missing_pieces(data_folder, manifest, process, is_raw=is_raw)
     for leaf in manifest.leaves:
         if leaf.spec is None or leaf.name is None:
             continue
@@ -134,6 +138,29 @@ def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
     return damage
 
 
+def _missing_pieces(
+    data_folder: Path, manifest: Manifest, process: int, *, is_raw: bool
+) -> list[Damage]:
+    """As `missing_files`, of the packed array of one process."""
+    try:
+        packed = read_table(data_folder, manifest, process).packed
+    except IntegrityError as error:
+        return list(error.damage)
+    damage: list[Damage] = []
+    folder = packed_folder(data_folder, process)
+    if packed is not None:
+        index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * (packed.shard_nbytes // packed.chunk_nbytes)
+        index_nbytes += _SHARD_INDEX_CHECKSUM_NBYTES
+        for piece, start in enumerate(range(0, packed.nbytes, packed.shard_nbytes)):
+            inside = min(packed.shard_nbytes, packed.nbytes - start)
+            nbytes = -(-inside // packed.chunk_nbytes) * packed.chunk_nbytes + index_nbytes
+            file = folder / zarr.shard_file((piece,))
+            _compare_size(file, nbytes if is_raw else None, None, damage)
+            if damage:  # One is enough: a table that lies may name more than can be counted.
+                break
+    return damage
+
+
 def _compare_size(file: Path, nbytes: int | None, leaf: str | None, damage: list[Damage]) -> None:
     try:
         found = file.lstat()
@@ -146,3 +173,25 @@ def _compare_size(file: Path, nbytes: int | None, leaf: str | None, damage: list
         text = f"{file} has {found.st_size} bytes"
         text += f", not {nbytes}" if nbytes is not None else ""
         damage.append(Damage(path=leaf, kind="size", text=text, file=str(file)))
+
+
+def wrong_metadata(data_folder: Path, manifest: Manifest) -> list[Damage]:
+    """`zarr.json` files that are missing, or that say something else than the manifest.
+
+    A load does not need them; other programs do.
+    """
+    damage: list[Damage] = []
+    for leaf in manifest.leaves:
+        if leaf.spec is None or leaf.name is None:
+            continue
+        file = array_folder(data_folder, leaf.name) / "zarr.json"
+        expected = zarr.to_json(zarr.array_metadata(leaf.spec))
+        try:
+            found = disk.read_file(file, max_nbytes=len(expected))
+        except OSError:
+            found = None
+        if found != expected:
+            what = "is missing" if found is None else "does not say what the manifest says"
+            text = f"{file} {what}"
+            damage.append(Damage(path=leaf.text, kind="metadata", text=text, file=str(file)))
+    return damage

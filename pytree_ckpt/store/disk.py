@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,6 +23,22 @@ def fsync_dir(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def fsync_above(path: Path, *, made: Collection[Path]) -> None:
+    """Make the entries durable that lead to a folder, as far as it could be this user who made them.
+
+    Also those that are not in `made`: a save that died may have made them, and synced nothing.
+    """
+    must = {new.parent for new in made}
+    device = path.stat().st_dev
+    for folder in path.parents:
+        if folder in must or (
+            folder.stat().st_dev == device and os.access(folder, os.R_OK | os.W_OK)
+        ):
+            fsync_dir(folder)
+        else:
+            return
 
 
 def make_dirs(path: Path) -> list[Path]:

@@ -1,7 +1,9 @@
 """Folders of numbered checkpoints: what is in them, and how one is deleted."""
 
+import contextlib
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,13 +109,12 @@ def unmark(path: Path) -> None:
 
 
 def reclaim(root: Path, names: StepNames) -> None:
-    """Remove what dead saves, and deletions that were cut short, left in steps of a root.
+    """Remove what dead saves, and deletions that were cut short, left in the steps of a root.
 
-    Only steps without a manifest are looked at, links are not followed, and data that a living
-    writer holds stays.
+    Links are not followed, and what a living writer holds stays.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The root cannot be read.
     """
     try:
         entries = os.listdir(root)
@@ -123,11 +124,23 @@ def reclaim(root: Path, names: StepNames) -> None:
         path = root / entry
         if names.step(entry) is None or path.is_symlink() or not path.is_dir():
             continue
-        location = Location(path)
-        if not commit.is_committed(location) and os.listdir(path):
-            commit.reclaim(location)
-            if not os.listdir(path):
+        commit.reclaim(Location(path))
+        if not commit.is_committed(Location(path)):
+            with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def settle(root: Path, names: StepNames, steps: Iterable[int]) -> None:
+    """Make steps durable whose save may have died right after its commit.
+
+    To be done before others are deleted in their favour.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    for step in steps:
+        disk.fsync_dir(root / names.name(step))
+    disk.fsync_dir(root)
 
 
 def delete(path: Path) -> bool:
@@ -163,7 +176,14 @@ def _remove(location: Location, data: Sequence[Path]) -> bool:
         disk.remove_tree(folder)
     commit.reclaim(location)
     unmark(path)
-    if not os.listdir(path):
-        path.rmdir()
+    _remove_if_empty(path)
     disk.fsync_dir(path.parent)
     return True
+
+
+def _remove_if_empty(path: Path) -> None:
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise

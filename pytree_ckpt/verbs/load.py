@@ -60,7 +60,7 @@ def load(
         UnsupportedLeafError: The target has leaves that ask for nothing storable.
 
     Example:
-        >>> import tempfile, pytree_ckpt as pc
+        >>> import tempfile, numpy as np, pytree_ckpt as pc
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = pc.save(folder + "/ckpt", {"scale": np.float32([1, 2]), "step": 7})
         ...     pc.load(folder + "/ckpt", {"scale": np.zeros(2, np.float32), "step": 0})
@@ -150,6 +150,7 @@ def _resolve(
         wrong = compare.compare_leaf(leaf, target.want, cast=cast)
         wrong += compare.compare_owners(leaf, manifest, processes.process_count())
         wrong += targets.check_width(leaf, target.want)
+        wrong += targets.check_impl(leaf, target.want)
         sharding = None
         if target.want.kind in ("jax", "key") and not wrong:
             to_default = everything and reshard and mesh is None

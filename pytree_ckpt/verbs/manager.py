@@ -1,11 +1,9 @@
 """A training loop's save, restore and rotation, on top of the functions."""
 
 import logging
-import signal
-import threading
 import time
-from collections.abc import Mapping
-from types import FrameType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, Self
 
 import jax
@@ -27,18 +25,10 @@ from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.store.roots import StepState
 from pytree_ckpt.verbs.load import load
 from pytree_ckpt.verbs.pending import PendingSave
+from pytree_ckpt.verbs.preemption import Preempted, Sigterm
 from pytree_ckpt.verbs.save import start_save
 
 _LOG = logging.getLogger("pytree_ckpt")
-EXIT_CODE_PREEMPTED = 128 + signal.SIGTERM
-
-
-class Preempted(SystemExit):
-    """The process was told to stop, and the state is saved. Uncaught it exits with code 143."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        super().__init__(EXIT_CODE_PREEMPTED)
 
 
 class CheckpointManager:
@@ -99,7 +89,7 @@ class CheckpointManager:
         self._load_options = load_options
         self._pending: PendingSave | None = None
         self._last_saved = time.monotonic()
-        self._sigterm = _Sigterm() if on_sigterm else None
+        self._sigterm = Sigterm() if on_sigterm else None
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -308,9 +298,7 @@ class CheckpointManager:
         whole = [s for s in steps if not self._is_marked(s)]
         if step != "latest":
             if checked_step(step) not in steps:
-                raise NotFoundError(
-                    f"there is no step {step} in {self._root}; it has {steps[::-1]}"
-                )
+                raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")
             return [step, *(s for s in whole if s < step)]
         if not steps:
             raise NotFoundError(f"there is no checkpoint in {self._root}")
@@ -326,21 +314,15 @@ class CheckpointManager:
 
         One good checkpoint always stays, and so do the best: `step` may yet fail.
         """
-        try:
+        with self._not_at_the_cost_of(step):
             roots.reclaim(self._root, self._names)
-        except OSError as error:
-            _LOG.warning(
-                "leftovers of dead saves in %s could not be removed: %s", self._root, error
-            )
-        self._apply(step, {}, protect_last=True)
+            self._apply(step, {}, protect_last=True)
 
     def _rotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """After the commit of `step`, delete what `keep` does not keep."""
-        try:
+        with self._not_at_the_cost_of(step):
             roots.unmark(self._root / self._names.name(step))
             self._apply(step, metrics, protect_last=False)
-        except OSError as error:
-            _LOG.warning("old steps of %s could not be looked at: %s", self._root, error)
 
     def _apply(self, step: int, metrics: Mapping[str, float], *, protect_last: bool) -> None:
         if self._keep is None:
@@ -353,17 +335,20 @@ class CheckpointManager:
             protected[infos[-1].step] = "the last one is never deleted"
         infos.append(StepInfo(step=step, created=time.time(), metrics=metrics))
         decision = retention.decide(infos, self._keep, now=time.time(), protected=protected)
+        if decision.dropped:
+            roots.settle(self._root, self._names, [n for n in decision.kept if n != step])
         for number in decision.dropped:
-            self._delete(number)
+            with self._not_at_the_cost_of(step):
+                if not roots.delete(self._root / self._names.name(number)):
+                    _LOG.warning("step %d of %s is in use and stays", number, self._root)
 
-    def _delete(self, step: int) -> None:
-        path = self._root / self._names.name(step)
+    @contextmanager
+    def _not_at_the_cost_of(self, step: int) -> Iterator[None]:
+        """Log what cannot be deleted: it must not cost the run the step that it saves."""
         try:
-            if not roots.delete(path):
-                _LOG.warning("step %d of %s is in use and stays", step, self._root)
+            yield
         except (OSError, CheckpointError) as error:
-            # A step that cannot be deleted must not cost the run the step that it saves.
-            _LOG.warning("step %d of %s could not be deleted: %s", step, self._root, error)
+            _LOG.warning("saving step %d, old steps could not be deleted: %s", step, error)
 
     def rollback(self, step: int) -> list[int]:
         """Delete every step above `step`, newest first; they are gone for good.
@@ -377,6 +362,7 @@ class CheckpointManager:
         if checked_step(step) not in steps:
             raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")
         later = [s for s in reversed(steps) if s > step]
+        roots.settle(self._root, self._names, [s for s in steps if s <= step])
         for number in later:
             path = self._root / self._names.name(number)
             if not roots.delete(path):
@@ -411,31 +397,3 @@ def _infos(states: list[StepState]) -> list[StepInfo]:
         for s in states
         if s.is_good and s.manifest is not None
     ]
-
-
-class _Sigterm:
-    """Notes that SIGTERM came. A second one does what it did before."""
-
-    def __init__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("on_sigterm works in the main thread only")
-        self.received = False
-        self._released = False
-        self._before = signal.signal(signal.SIGTERM, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # It does not log: it may have interrupted a write to the very stream of the log.
-        self.received = True
-        self._put_back()
-        if self._released:
-            signal.raise_signal(signal.SIGTERM)
-
-    def release(self) -> None:
-        """Listen no more, and put back the handler that was there, unless there is another."""
-        self._released = True
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) == self._note:
-            self._put_back()
-
-    def _put_back(self) -> None:
-        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)

@@ -4,6 +4,7 @@ import atexit
 import logging
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 from pytree_ckpt.format.manifest import Manifest
@@ -28,6 +29,8 @@ class PendingSave:
             self._manifest = work()
         except BaseException as error:  # noqa: BLE001 - raised by result(), or reported at exit
             self._error = error
+            # Its frames hold parts of the snapshot, and it may be kept for long.
+            traceback.clear_frames(error.__traceback__)
             _LOG.error("the save to %s failed: %s", self._what, error)
             atexit.register(self._report)
         finally:

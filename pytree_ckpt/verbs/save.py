@@ -119,8 +119,11 @@ def start_save(
     job.clock.add("blocked", time.perf_counter() - started)
 
     def work() -> Manifest:
-        before()
-        manifest = job.run()
+        try:
+            before()
+            manifest = job.run()
+        finally:
+            job.release()
         after()
         return manifest
 
@@ -167,6 +170,10 @@ class _Job:
     def freeze(self) -> None:
         """Let the caller have the tree back."""
         self._views.freeze()
+
+    def release(self) -> None:
+        """Let go of the tree: the traceback of a failure may be kept for long."""
+        self._views.release()
 
     def run(self) -> Manifest:
         """Write and commit."""
@@ -227,7 +234,7 @@ def _draft(
         process_count=processes.process_count(),
         device_count=processes.device_count(),
         platform=processes.platform(),
-        tables=(TableRef(nbytes=1, id=b""),),
+        tables=(TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32)),) * processes.process_count(),
         metadata=metadata,
         metrics={name: float(value) for name, value in (metrics or {}).items()},
         versions=_versions(),

@@ -1,0 +1,218 @@
+"""The commit, weakened on purpose: each of these must be caught, or the campaigns prove nothing.
+
+They are made in the child that runs the attack, from the source, and are gone with it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import pytree_ckpt as pc
+from tests.faults import disks, kill, replay
+from tests.faults.judge import Judge, Tally
+from tests.faults.scenarios import Scenario, deletion, first_save, leftovers, overwrite, rotation
+
+COMMIT, DISK, ROOTS = (f"pytree_ckpt.store.{name}" for name in ("commit", "disk", "roots"))
+ARRAYS, WRITING = "pytree_ckpt.store.arrays", "pytree_ckpt.store.writing"
+MANAGER = "pytree_ckpt.verbs.manager"
+
+Campaign = Callable[..., Tally]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A weakening: edits `(module, old text, new text)`, or a function that makes it."""
+
+    name: str
+    edits: Sequence[tuple[str, str, str]] = ()
+    make: Callable[[], None] | None = None
+    scenarios: Sequence[Callable[[], Scenario]] = field(default=(first_save, overwrite))
+    campaigns: Sequence[str] = ("kill", "replay")
+
+    def weaken(self) -> None:
+        """Weaken the code of this process."""
+        sources: dict[str, str] = {}
+        for name, old, new in self.edits:
+            source = sources.get(name) or inspect.getsource(importlib.import_module(name))
+            if source.count(old) != 1:
+                raise RuntimeError(f"{name} does not have this text once: {old!r}")
+            sources[name] = source.replace(old, new)
+        for name, source in sources.items():
+            module = importlib.import_module(name)
+            exec(compile(source, f"<{self.name}>", "exec"), module.__dict__)
+        pc.CheckpointManager = importlib.import_module(MANAGER).CheckpointManager
+        if self.make is not None:
+            self.make()
+
+
+class _Done:
+    def result(self) -> None:
+        pass
+
+
+def data_after_the_commit() -> None:
+    """The arrays are written when table and manifest are there already."""
+    from pytree_ckpt.store import arrays, commit
+
+    late: list[Callable[[], None]] = []
+    opened = arrays.open_array
+    committed = commit.Attempt.commit
+
+    class Late:
+        def __init__(self, store: Any, index: Any = None) -> None:
+            self._store, self._index = store, index
+
+        def __getitem__(self, index: Any) -> "Late":
+            return Late(self._store, index)
+
+        def write(self, values: Any, **_: Any) -> _Done:
+            copy = np.array(values)
+            late.append(lambda: self._store[self._index].write(copy).result())
+            return _Done()
+
+    def open_array(*args: Any, write: bool) -> Any:
+        store = opened(*args, write=write)
+        return Late(store) if write else store
+
+    def commit_first(self: Any, data: bytes) -> None:
+        committed(self, data)
+        for job in late:
+            job()
+        late.clear()
+
+    arrays.open_array = open_array
+    commit.Attempt.commit = commit_first  # type: ignore[method-assign]
+
+
+UNSYNCED_CHUNKS = (ARRAYS, '"file_io_sync": True', '"file_io_sync": False')
+UNSYNCED_FOLDERS = (DISK, "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)\n", "    return\n")
+UNSYNCED_FILES = (DISK, "view[os.write(fd, view) :]\n        os.fsync(fd)\n", "view[os.write(fd, view) :]\n")
+FOLDERS_FIRST = """        disk.fsync_dir(self.folder)
+        disk.fsync_dir(path)
+        disk.fsync_above(path, made=self._made)
+"""
+WRITE_TEMPORARY = "        disk.write_new(self.temporary, data)\n"
+IN_PLACE = """        with open(path / MANIFEST_FILE, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        disk.fsync_dir(path)
+        self.committed = True
+        reclaim(self.location)
+        return
+"""
+UNLINK = "    (path / MANIFEST_FILE).unlink(missing_ok=True)\n"
+SYNC = "    disk.fsync_dir(path)\n"
+REMOVE = "    for folder in data:\n        disk.remove_tree(folder)\n"
+TABLE = "disk.write_new(arrays.table_file(self._data, self._process), data)"
+SETTLE = """        if decision.dropped:
+            roots.settle(self._root, self._names, [n for n in decision.kept if n != step])
+"""
+NAMED = "if _named(self.location) in (self.folder.name, _UNKNOWN):"
+
+
+def _rotation_1() -> Scenario:
+    return rotation(1)
+
+
+ALL = [
+    Mutant(name="chunks are not synced", edits=[UNSYNCED_CHUNKS]),
+    Mutant(
+        name="the table is not synced",
+        edits=[(WRITING, TABLE, "arrays.table_file(self._data, self._process).write_bytes(data)")],
+    ),
+    Mutant(
+        name="the manifest is not synced",
+        edits=[(COMMIT, WRITE_TEMPORARY, "        self.temporary.write_bytes(data)\n")],
+    ),
+    Mutant(name="no folder is synced before the manifest", edits=[(COMMIT, FOLDERS_FIRST, "")]),
+    Mutant(
+        name="the folder is not synced after the manifest",
+        edits=[(COMMIT, "True\n        disk.fsync_dir(path)\n", "True\n")],
+    ),
+    Mutant(
+        name="with K = 1 the old step goes before the commit",
+        edits=[(MANAGER, "if protect_last and infos:", "if False:")],
+        scenarios=[_rotation_1],
+    ),
+    Mutant(
+        name="the data is removed before the manifest",
+        edits=[(ROOTS, UNLINK + SYNC + REMOVE, REMOVE + UNLINK + SYNC)],
+        scenarios=[deletion],
+    ),
+    Mutant(
+        name="no sync after the manifest is unlinked",
+        edits=[(ROOTS, UNLINK + SYNC, UNLINK)],
+        scenarios=[deletion],
+    ),
+    Mutant(name="the manifest is written in place", edits=[(COMMIT, WRITE_TEMPORARY, IN_PLACE)]),
+    Mutant(
+        name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]
+    ),
+    Mutant(name="table and manifest before the data", make=data_after_the_commit),
+    Mutant(
+        name="digests of two chunks change places in the table",
+        edits=[(WRITING, "for b in grid.boxes()]", "for b in list(grid.boxes())[::-1]]")],
+    ),
+    Mutant(
+        name="folders that a dead save made are not synced",
+        edits=[(COMMIT, "disk.fsync_above(path, made=self._made)", "pass")],
+        campaigns=["restart"],
+        scenarios=[first_save],
+    ),
+    Mutant(
+        name="leftovers are removed before what unnamed them is durable",
+        edits=[(COMMIT, "        disk.fsync_dir(location.path)\n", "")],
+        campaigns=["restart"],
+        scenarios=[overwrite],
+    ),
+    Mutant(
+        name="a step goes for one that is not durable yet",
+        edits=[(MANAGER, SETTLE, "")],
+        campaigns=["restart"],
+        scenarios=[_rotation_1],
+    ),
+    Mutant(
+        name="a failed save takes its data back, committed or not",
+        edits=[(COMMIT, NAMED, "if False:")],
+        campaigns=["disk"],
+        scenarios=[first_save],
+    ),
+    Mutant(
+        name="leftovers are never reclaimed",
+        edits=[(COMMIT, "        _reclaim(location)\n", "        pass\n")],
+        campaigns=["kill"],
+        scenarios=[leftovers],
+    ),
+]
+
+
+def catch(judge: Judge, mutant: Mutant, *, stride: int, most: int) -> dict[str, str]:
+    """Which campaigns catch a mutant, and what they say; those that do not, with no text."""
+    attacks: dict[str, Campaign] = {
+        "kill": lambda s: kill.campaign(
+            judge, s, stride=stride, weaken=mutant.weaken, stop_early=True
+        ),
+        "replay": lambda s: replay.campaign(
+            judge, s, most=most, weaken=mutant.weaken, stop_early=True
+        ),
+        "restart": lambda s: replay.restart_campaign(
+            judge, s, weaken=mutant.weaken, stop_early=True, backwards=True
+        ),
+        "disk": lambda s: disks.campaign(
+            judge, s, disks.refused, weaken=mutant.weaken, stop_early=True
+        ),
+    }
+    caught: dict[str, str] = {}
+    for name in mutant.campaigns:
+        caught[name] = ""
+        for scenario in mutant.scenarios:
+            found = attacks[name](scenario())
+            if not found.is_clean:
+                caught[name] = found.notes[0]
+                break
+    return caught

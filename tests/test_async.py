@@ -1,0 +1,427 @@
+"""A background save has the values of the moment of the call, and its failure is never lost."""
+
+import errno
+import os
+import re
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import pytree_ckpt as pc
+from tests.bitwise import assert_same
+from tests.gates import FullDisk, Gate, after_writing, before_writing
+
+P = PartitionSpec
+MIB = 1 << 20
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Every save stops before it writes, so that what comes after the call comes before it."""
+    gate = Gate()
+    before_writing(monkeypatch, gate.pass_through)
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    full_disk = FullDisk()
+    after_writing(monkeypatch, full_disk)
+    return full_disk
+
+
+def load(path: Path) -> Any:
+    return pc.load(path)
+
+
+def training_state(mesh: Mesh) -> dict[str, Any]:
+    """Arrays below and above the size up to which a snapshot copies, sharded and replicated."""
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    return {
+        "large": jax.device_put(jnp.arange(8 * 65536, dtype=jnp.float32).reshape(8, -1), rows),
+        "small": jax.device_put(jnp.arange(64, dtype=jnp.int32), rows),
+        "whole": jax.device_put(jnp.full((3, 5), 0.5), whole),
+        "count": jax.device_put(jnp.int32(0), whole),
+    }
+
+
+def aligned(count: int, dtype: Any = np.float32) -> np.ndarray:
+    """A numpy array that `jax.device_put` takes on CPU without a copy."""
+    buffer = np.zeros(count * np.dtype(dtype).itemsize + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    found = buffer[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+    found[:] = np.arange(count)
+    return found
+
+
+# --- the values of the moment of the call -------------------------------------------------------
+
+
+def test_a_state_that_is_donated_at_once_is_saved_as_it_was(tmp_path: Path, mesh_8: Mesh) -> None:
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = step(training_state(mesh_8))
+    pending = []
+    for number in range(20):
+        pending.append(pc.save_async(tmp_path / str(number), state))
+        before = state
+        state = step(state)
+        assert before["small"].is_deleted()
+    start = jax.tree.map(np.asarray, training_state(mesh_8))
+    for number, save in enumerate(pending):
+        save.result()
+        found = load(tmp_path / str(number))
+        for name, array in start.items():
+            np.testing.assert_array_equal(found[name], array + (1 + number), err_msg=name)
+
+
+def test_arrays_that_are_deleted_at_once_are_saved(
+    tmp_path: Path, mesh_8: Mesh, gate: Gate
+) -> None:
+    state = {
+        **training_state(mesh_8),
+        "key": jax.random.key(7),
+        "keys": jax.random.split(_key(), 8),
+    }
+    expected = jax.tree.map(lambda x: x.copy(), state)
+    pending = pc.save_async(tmp_path / "ckpt", state)
+    for array in jax.tree.leaves(state):
+        array.delete()
+    del state
+    filler = [
+        jnp.full((8, 65536), -1.0) for _ in range(20)
+    ]  # would take the memory if it were free
+    gate.open()
+    pending.result()
+    assert len(filler) == 20
+    assert_same(pc.load(tmp_path / "ckpt", expected), expected)
+
+
+def _key() -> jax.Array:
+    return jax.random.key(3, impl="rbg")
+
+
+def numpy_arrays() -> dict[str, np.ndarray]:
+    """Arrays of every layout, most of them views of two buffers."""
+    base = np.arange(240, dtype=np.float64)
+    grid = base.reshape(12, 20)
+    frozen = grid[2:4]
+    frozen.flags.writeable = False
+    return {
+        "base": base,
+        "grid": grid,
+        "again": grid,
+        "rows": grid[3:7],
+        "overlap": grid[5:9],
+        "strided": grid[::3, 1::4],
+        "backwards": grid[::-1, ::-1],
+        "columns": grid.T,
+        "fortran": np.asfortranarray(grid[:, :7]),
+        "read_only": frozen,
+        "bytes": base.view(np.uint8)[8:80],
+        "broadcast": np.broadcast_to(base[4:5], (3, 2)),
+        "big_endian": np.arange(9, dtype=">i4"),
+        "scalar": base[3:4].reshape(()),
+        "large": np.arange(MIB, dtype=np.float32),
+    }
+
+
+def test_numpy_arrays_that_are_changed_in_place_are_saved_as_they_were(
+    tmp_path: Path, gate: Gate
+) -> None:
+    state = numpy_arrays()
+    expected = {name: np.array(array) for name, array in state.items()}
+    expected["big_endian"] = expected["big_endian"].astype("<i4")
+    pending = pc.save_async(tmp_path / "ckpt", state)
+    for array in state.values():
+        if array.flags.writeable:
+            array[...] = 77
+    gate.open()
+    pending.result()
+    found = load(tmp_path / "ckpt")
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        assert found[name].shape == array.shape
+
+
+def test_a_memory_map_that_is_changed_is_saved_as_it_was(tmp_path: Path, gate: Gate) -> None:
+    mapped = np.memmap(tmp_path / "map", dtype=np.int32, mode="w+", shape=(50,))
+    mapped[:] = np.arange(50)
+    pending = pc.save_async(tmp_path / "ckpt", {"mapped": mapped})
+    mapped[:] = -1
+    mapped.flush()
+    (tmp_path / "map").write_bytes(b"")
+    gate.open()
+    pending.result()
+    np.testing.assert_array_equal(load(tmp_path / "ckpt")["mapped"], np.arange(50))
+
+
+def test_a_jax_array_that_shares_memory_with_a_numpy_array_is_saved_as_it_was(
+    tmp_path: Path, gate: Gate
+) -> None:
+    host = aligned(1000)
+    array = jax.device_put(host, jax.devices()[0])
+    assert array.unsafe_buffer_pointer() == host.ctypes.data, "JAX no longer shares the memory"
+    pending = pc.save_async(tmp_path / "ckpt", {"array": array, "host": host})
+    host[:] = -1
+    gate.open()
+    pending.result()
+    found = load(tmp_path / "ckpt")
+    np.testing.assert_array_equal(found["array"], np.arange(1000))
+    np.testing.assert_array_equal(found["host"], np.arange(1000))
+
+
+def test_python_containers_and_metadata_may_be_changed_at_once(tmp_path: Path, gate: Gate) -> None:
+    position = {"files": ["a", "b"], "offset": 3}
+    metadata = {"losses": [1.5, 0.5], "run": {"name": "x"}}
+    state = {"layers": [np.ones(2), np.zeros(3)], "data": pc.PerProcess(position), "step": 7}
+    pending = pc.save_async(tmp_path / "ckpt", state, metadata=metadata)
+    position["files"].append("c")
+    position["offset"] = 4
+    metadata["losses"].clear()
+    metadata["run"]["name"] = "y"
+    state["layers"].pop()
+    state["step"] = 8
+    gate.open()
+    assert pending.result().metadata == {"losses": [1.5, 0.5], "run": {"name": "x"}}
+    with pc.open(tmp_path / "ckpt") as checkpoint:
+        assert checkpoint.keys() == ["data", "layers/0", "layers/1", "step"]
+        assert checkpoint["data"] == [{"files": ["a", "b"], "offset": 3}]
+        assert checkpoint["step"] == 7
+
+
+def test_an_array_in_many_leaves_is_copied_once(tmp_path: Path, gate: Gate) -> None:
+    host = np.zeros(MIB, np.uint8)
+    tracemalloc.start()
+    try:
+        pending = pc.save_async(tmp_path / "ckpt", {str(number): host for number in range(40)})
+        gate.wait_until_reached()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gate.open()
+    pending.result()
+    assert MIB < held < 3 * MIB
+
+
+def test_the_call_returns_before_anything_is_written(tmp_path: Path, gate: Gate) -> None:
+    pending = pc.save_async(tmp_path / "ckpt", {"w": np.arange(4)})
+    gate.wait_until_reached()
+    assert not pending.done()
+    assert "under way" in repr(pending)
+    with pytest.raises(pc.NotFoundError, match="never committed"):
+        load(tmp_path / "ckpt")
+    gate.open()
+    pending.result()
+    np.testing.assert_array_equal(load(tmp_path / "ckpt")["w"], np.arange(4))
+
+
+def test_the_manifest_has_the_seconds_that_the_caller_was_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's, not the save's: here the save takes a second of a clock that is not real."""
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def pass_a_second() -> None:
+        now[0] += 1.0
+
+    before_writing(monkeypatch, pass_a_second)
+    manifest = pc.save_async(tmp_path / "ckpt", {"w": np.arange(4)}).result()
+    assert manifest.seconds["blocked"] == 0.0
+    assert pc.read_manifest(tmp_path / "ckpt").seconds["blocked"] == 0.0
+    assert "blocked" not in pc.save(tmp_path / "other", {"w": np.arange(4)}).seconds
+
+
+@pytest.mark.parametrize("given", ["ckpt", "./ckpt", "../here/ckpt", "x//../ckpt", Path("ckpt")])
+def test_a_change_of_directory_after_the_call_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate, given: str | Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    pending = pc.save_async(given, {"w": np.arange(4)})
+    monkeypatch.chdir(there)
+    gate.open()
+    pending.result()
+    assert list(there.iterdir()) == []
+    np.testing.assert_array_equal(load(here / "ckpt")["w"], np.arange(4))
+
+
+# --- the end of a save ----------------------------------------------------------------------------
+
+
+def test_done_wait_and_result_tell_how_a_save_stands(tmp_path: Path, gate: Gate) -> None:
+    pending = pc.save_async(tmp_path / "ckpt", {"w": np.arange(4)})
+    assert not pending.done()
+    assert not pending.wait(timeout=0.01)
+    assert pending.exception() is None
+    with pytest.raises(TimeoutError, match=r"ckpt has not ended after 0\.01 s"):
+        pending.result(timeout=0.01)
+    gate.open()
+    manifest = pending.result()
+    assert pending.done()
+    assert pending.wait(timeout=0)
+    assert pending.exception() is None
+    assert pending.result(timeout=0) is manifest
+    assert manifest.id == pc.read_manifest(tmp_path / "ckpt").id
+    assert "done" in repr(pending)
+
+
+def test_two_saves_may_be_under_way_at_once(tmp_path: Path, gate: Gate) -> None:
+    first = pc.save_async(tmp_path / "a", {"w": np.arange(4)})
+    second = pc.save_async(tmp_path / "b", {"w": np.arange(5)})
+    gate.open()
+    first.result()
+    second.result()
+    assert len(load(tmp_path / "a")["w"]) == 4
+    assert len(load(tmp_path / "b")["w"]) == 5
+
+
+def test_of_two_saves_to_one_place_one_commits_and_the_other_fails(
+    tmp_path: Path, gate: Gate
+) -> None:
+    saves = [pc.save_async(tmp_path / "ckpt", {"w": np.full(3, number)}) for number in range(2)]
+    gate.open()
+    outcomes = [pending.wait() and pending.exception() for pending in saves]
+    (winner,) = [number for number, error in enumerate(outcomes) if error is None]
+    assert isinstance(outcomes[1 - winner], pc.ExistsError)
+    np.testing.assert_array_equal(load(tmp_path / "ckpt")["w"], np.full(3, winner))
+    assert len(list((tmp_path / "ckpt").glob("data-*"))) == 1
+
+
+def test_an_overwrite_leaves_the_old_checkpoint_until_it_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pc.save(tmp_path / "ckpt", {"w": np.zeros(3)})
+    gate = Gate()
+    after_writing(monkeypatch, gate.pass_through)
+    pending = pc.save_async(tmp_path / "ckpt", {"w": np.ones(3)}, overwrite=True)
+    gate.wait_until_reached()
+    np.testing.assert_array_equal(load(tmp_path / "ckpt")["w"], np.zeros(3))
+    gate.open()
+    pending.result()
+    np.testing.assert_array_equal(load(tmp_path / "ckpt")["w"], np.ones(3))
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def test_a_failure_in_the_background_is_raised_by_result(
+    tmp_path: Path, full_disk: FullDisk
+) -> None:
+    pending = pc.save_async(tmp_path / "new" / "ckpt", {"w": np.arange(4)})
+    assert pending.wait()
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space") as error:
+            pending.result()
+        assert error.value.errno == errno.ENOSPC
+    assert pending.exception() is error.value
+    assert "failed" in repr(pending)
+    assert not (tmp_path / "new").exists()
+    full_disk.is_full = False
+    pc.save_async(tmp_path / "new" / "ckpt", {"w": np.arange(4)}).result()
+
+
+def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
+    tmp_path: Path, full_disk: FullDisk
+) -> None:
+    full_disk.is_full = False
+    pc.save(tmp_path / "ckpt", {"w": np.zeros(3)})
+    full_disk.is_full = True
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OSError, match="No space"):
+        pc.save_async(tmp_path / "ckpt", {"w": np.ones(3)}, overwrite=True).result()
+    assert sorted(tmp_path.rglob("*")) == before
+    np.testing.assert_array_equal(load(tmp_path / "ckpt")["w"], np.zeros(3))
+
+
+def test_a_path_through_a_file_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="file"):
+        pc.save_async(tmp_path / "file" / "ckpt", {"w": np.arange(4)}).result()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no memory"), SystemExit(3)])
+def test_whatever_ends_a_save_is_raised_by_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
+    before_writing(monkeypatch, fail)
+    pending = pc.save_async(tmp_path / "ckpt", {"w": np.arange(4)})
+    with pytest.raises(type(error)) as raised:
+        pending.result()
+    assert raised.value is error
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_failed_save_does_not_keep_the_snapshot(tmp_path: Path, full_disk: FullDisk) -> None:
+    """Its error is kept until somebody asks, and must not keep the arrays with it."""
+    state = {"w": np.zeros(8 * MIB, np.uint8)}
+    tracemalloc.start()
+    try:
+        pending = pc.save_async(tmp_path / "ckpt", state)
+        with pytest.raises(OSError, match="No space"):
+            pending.result()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < MIB
+
+
+Call = Callable[[Path], object]
+DELETED = "deleted"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda path: pc.save_async(path, {"f": {"g": open}}), pc.UnsupportedLeafError, "f/g"),
+        (lambda path: pc.save_async(path, {"w": _deleted()}), pc.UnsupportedLeafError, DELETED),
+        (lambda path: pc.save_async(path, 1, metadata={"x": object()}), TypeError, "metadata"),
+        (lambda path: pc.save_async(path.parent / "taken", 1), pc.ExistsError, "overwrite=True"),
+        (lambda path: pc.save_async(path.parent / "file", 1), pc.ExistsError, "is a file"),
+        (lambda path: pc.save_async("s3://bucket/x", 1), pc.CheckpointError, "s3://"),
+    ],
+    ids=["unsupported", "deleted", "metadata", "exists", "file", "url"],
+)
+def test_what_is_wrong_with_the_call_is_raised_by_the_call(
+    tmp_path: Path, call: Call, error: type[Exception], says: str
+) -> None:
+    pc.save(tmp_path / "taken", 0)
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    threads = threading.active_count()
+    with pytest.raises(error, match=re.escape(says)):
+        call(tmp_path / "ckpt")
+    assert threading.active_count() == threads
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def _deleted() -> jax.Array:
+    array = jnp.arange(3)
+    array.delete()
+    return array
+
+
+def test_a_save_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
+    pc.save_async(tmp_path / "warm", {"w": np.arange(4)}).result()
+    threads = threading.active_count()
+    files = sorted(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else []
+    for number in range(3):
+        pc.save_async(tmp_path / str(number), {"w": np.arange(MIB)}).result()
+    assert threading.active_count() == threads
+    if files:
+        assert sorted(os.listdir("/proc/self/fd")) == files
