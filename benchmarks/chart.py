@@ -23,7 +23,7 @@ def draw(results: Results, place: str, path: Path) -> None:
     panels = {key: names for key, names in panels.items() if names}
     if not panels:
         return
-    heights = [len(names) + 2.2 for names in panels.values()]
+    heights = [len(names) + 3.2 for names in panels.values()]
     figure, axes = plt.subplots(
         len(panels),
         len(VERBS),
@@ -70,9 +70,9 @@ def _panel(
             label = f"{SYSTEMS[name].label}: {limit:.2f}"
             axis.axvline(limit, color=LIMIT, linestyle=style, linewidth=1.4, label=label)
     if axis.get_legend_handles_labels()[0]:
-        corner = {"loc": "lower right", "bbox_to_anchor": (1.0, 0.99)}
+        corner = {"loc": "lower left", "bbox_to_anchor": (-0.01, 0.98)}
         axis.legend(**corner, ncols=2, fontsize=7, frameon=False)
     title = results.states[workload]["title"]
-    axis.set_title(f"({workload}) {title}: {verb}", fontsize=9, loc="left")
+    axis.set_title(f"({workload}) {title}: {verb}", fontsize=9, loc="left", pad=18)
     axis.tick_params(axis="x", labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)

@@ -260,7 +260,7 @@ SYSTEMS = {
     ),
     "orbax-v0": _orbax(
         label="orbax v0",
-        settings="StandardCheckpointer, the defaults: zarr, zstd, OCDBT; verifies nothing",
+        settings="StandardCheckpointer, the defaults: zarr, zstd, OCDBT",
         make=OrbaxV0,
     ),
     "orbax-v0-raw": _orbax(

@@ -680,6 +680,10 @@ def test_donating_one_loaded_leaf_changes_no_other(
             np.testing.assert_array_equal(np.asarray(shard.data), ~host[shard.index])
 
 
+def memory_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return memory_of(array.base) if isinstance(array.base, np.ndarray) else array
+
+
 @pytest.mark.parametrize("count", [4, MIB], ids=["small", "large"])
 def test_loaded_host_arrays_are_writable_and_belong_to_one_load(tmp_path: Path, count: int) -> None:
     tree = {"a": np.arange(count), "b": np.arange(count, dtype=np.int8), "c": np.float64(1)}
@@ -692,6 +696,8 @@ def test_loaded_host_arrays_are_writable_and_belong_to_one_load(tmp_path: Path, 
                 assert loaded[name].flags.writeable
                 assert loaded[name].flags.c_contiguous
                 assert loaded[name].flags.aligned
+                # It keeps no memory alive that others were read into.
+                assert memory_of(loaded[name]).nbytes <= tree[name].nbytes + 64
             loaded["a"][:] = -1
             np.testing.assert_array_equal(loaded["b"], tree["b"])
         part = ckpt["a"][1:3]

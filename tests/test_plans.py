@@ -340,11 +340,12 @@ def test_two_far_shards_are_two_windows_of_a_chunk_each() -> None:
 
 
 def test_neighbouring_chunks_are_one_window_and_files_are_not() -> None:
-    shards, packed = packed_shards([300_000] * 200)
-    found = list(windows(shards, {0: packed}))
-    assert len(found) == -(-packed.nbytes // packed.shard_nbytes) == 4
-    for window in found:
-        assert window.start // packed.shard_nbytes == (window.stop - 1) // packed.shard_nbytes
+    for sizes in ([300_000] * 200, [1 << 19] * 128):
+        shards, packed = packed_shards(sizes)
+        found = list(windows(shards, {0: packed}))
+        assert len(found) == -(-packed.nbytes // packed.shard_nbytes) == 4
+        for window in found:
+            assert window.start // packed.shard_nbytes == (window.stop - 1) // packed.shard_nbytes
 
 
 def test_a_single_chunk_that_is_not_wanted_is_left_out() -> None:

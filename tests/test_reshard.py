@@ -211,7 +211,7 @@ def check_moves(
 
 
 @given(moves())
-@settings(max_examples=200)
+@settings(max_examples=160)
 def test_any_sharding_loads_into_any_sharding(cases: list[tuple[np.ndarray, Any, Any]]) -> None:
     check_moves(cases)
 
@@ -229,7 +229,7 @@ def small_files() -> Iterator[None]:
 
 
 @given(moves(), st.sampled_from([None, "zstd"]), st.sampled_from(["sha256", "xxh3_128"]))
-@settings(max_examples=100)
+@settings(max_examples=80)
 def test_any_sharding_loads_into_any_sharding_from_files_of_many_chunks(
     cases: list[tuple[np.ndarray, Any, Any]], compress: Any, digest: str
 ) -> None:

@@ -49,6 +49,8 @@ VALUES: dict[str, Any] = {
     "signalling NaN": float_of(0x7FF0_0000_0000_0001),
     "negative NaN": float_of(0xFFF8_0000_0000_0000),
     "complex": complex(-0.0, 2.5),
+    "complex zero of signs": complex(-0.0, -0.0),
+    "complex zero of a sign": complex(0.0, -0.0),
     "complex NaN": complex(float_of(0x7FF8_0000_0000_0007), -math.inf),
     "text": "name",
     "unicode": "é 空 🦆 \u202e \x00 \n ' \" \\",

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,13 +73,17 @@ def open_to_read(location: Location) -> tuple[Manifest, disk.FolderLock]:
         if lock.state in ("held", "unsupported"):
             return manifest, lock
         lock.release()
-        if read_manifest(location).nonce == manifest.nonce:
+        if lock.state == "busy":
+            # The writer has just committed it, or whoever deletes it has it.
+            time.sleep(_BUSY_S)
+        elif read_manifest(location).nonce == manifest.nonce:
             # No save has replaced it: the folder itself is lost, and the reader will say so.
             return manifest, lock
-    raise CheckpointError(f"{location} was replaced again and again while it was opened")
+    raise CheckpointError(f"{location} was held or replaced again and again while it was opened")
 
 
 _READ_ATTEMPTS = 100
+_BUSY_S = 0.05
 
 
 def check_free(location: Location, *, overwrite: bool) -> None:
@@ -109,7 +114,7 @@ def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Itera
         _remove_empty(made)
         raise
     with lock:
-        current = Attempt(location, nonce, made, overwrite=overwrite)
+        current = Attempt(location, nonce, made, lock, overwrite=overwrite)
         try:
             yield current
         except BaseException:
@@ -158,7 +163,13 @@ class Attempt:
     """A save that is under way, below `folder`."""
 
     def __init__(
-        self, location: Location, nonce: str, made: list[Path], *, overwrite: bool
+        self,
+        location: Location,
+        nonce: str,
+        made: list[Path],
+        lock: disk.FolderLock,
+        *,
+        overwrite: bool,
     ) -> None:
         self.location = location
         self.nonce = nonce
@@ -166,6 +177,7 @@ class Attempt:
         self.temporary = location.path / f"manifest.{nonce}.tmp"
         self.committed = False
         self._made = made
+        self._lock = lock
         self._overwrite = overwrite
 
     def commit(self, data: bytes) -> None:
@@ -186,6 +198,8 @@ class Attempt:
         else:
             self._create()
         self.committed = True
+        # Readers need not wait for what is left to do.
+        self._lock.share()
         disk.fsync_dir(path)
         reclaim(self.location)
 

@@ -4,6 +4,7 @@ A file is durable after fsync of the file and of every folder above it that is n
 does the first and the folder next to the file; the folders above are done here.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -154,6 +155,12 @@ class FolderLock:
     @property
     def is_open(self) -> bool:
         return self._fd is not None or self.state == "unsupported"
+
+    def share(self) -> None:
+        """Let readers in; another writer still stays out."""
+        if self._fd is not None and self.state == "held":
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def release(self) -> None:
         """Give the lock back; again is harmless."""

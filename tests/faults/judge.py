@@ -4,15 +4,16 @@ import multiprocessing
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pytree_ckpt as pc
-from tests.faults.scenarios import STEP, Expected, Scenario, is_content
+from tests.faults.scenarios import STEP, Expected, Scenario, all_scenarios, is_content
 
 VERSIONS = range(10)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -147,10 +148,21 @@ class Judge:
         self._process.start()
         other.close()
 
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of a module there.
+
+        Raises:
+            Exception: What it raised.
+        """
+        self._pipe.send((function, arguments))
+        result, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
     def ask(self, root: Path, scenario: Scenario, expected: Expected, **settings: Any) -> Tally:
         """As `judge`; the root is removed."""
-        self._pipe.send((root, scenario.name, expected, settings))
-        return self._pipe.recv()  # type: ignore[no-any-return]
+        return self.call(_judge_named, root, scenario.name, expected, settings)
 
     def __enter__(self) -> Self:
         return self
@@ -160,13 +172,19 @@ class Judge:
         self._process.join()
 
 
-def _serve(pipe: Any, other: Any) -> None:
-    from tests.faults.scenarios import all_scenarios
+def _judge_named(root: Path, name: str, expected: Expected, settings: dict[str, Any]) -> Tally:
+    (scenario,) = [known for known in all_scenarios() if known.name == name]
+    tally = judge(root, scenario, expected, **settings)
+    shutil.rmtree(root, ignore_errors=True)
+    return tally
 
+
+def _serve(pipe: Any, other: Any) -> None:
     other.close()
-    known = {scenario.name: scenario for scenario in all_scenarios()}
     while (asked := pipe.recv()) is not None:
-        root, name, expected, settings = asked
-        tally = judge(root, known[name], expected, **settings)
-        shutil.rmtree(root, ignore_errors=True)
-        pipe.send(tally)
+        function, arguments = asked
+        try:
+            answer = (function(*arguments), None)
+        except Exception as error:  # noqa: BLE001 - raised by whoever asked
+            answer = (None, RuntimeError(f"{type(error).__name__}: {error}"))
+        pipe.send(answer)

@@ -378,13 +378,15 @@ def restart_campaign(
     stop_early: bool = False,
     backwards: bool = False,
 ) -> Tally:
-    """Kill at each operation, go on with the next save, and judge the crash states of that."""
+    """Kill before each sync of a folder, go on with the next save, and judge the crash states of that."""
     total = Tally()
     folder = children.scratch()
     try:
         operations = record(scenario, folder, weaken=weaken)[0].operations
-        last = sum(1 for operation in operations if operation.kind != "note")
-        for at in range(1, last + 1, stride)[:: -1 if backwards else 1]:
+        counted = [o for o in operations if o.kind != "note"]
+        # Before a sync there is most that may be lost.
+        syncs = [i for i, o in enumerate(counted, 1) if o.kind == "sync" and o.node.data is None]
+        for at in syncs[::-stride] if backwards else syncs[::stride]:
             _restarted(judge, scenario, at, folder, total, most, extra, weaken)
             if stop_early and not total.is_clean:
                 break

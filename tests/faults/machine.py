@@ -1,0 +1,231 @@
+"""A state machine: random sequences of all that happens to a root, against a model of it."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import hypothesis
+import jax
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+import pytree_ckpt as pc
+from tests.faults import children
+from tests.faults.judge import Judge, Tally, version_of
+from tests.faults.scenarios import content, is_content, manager, path_of, state
+from tests.faults.shim import Fault
+
+KEEP = 3
+FLIPPED, CUT = "flipped", "cut"
+
+
+class Machine(RuleBasedStateMachine):
+    """The model: for each step that must be there its version, and what was done to it."""
+
+    judge: ClassVar[Judge]
+    tally: ClassVar[Tally]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = children.scratch()
+        self.root = self.folder / "root"
+        self.root.mkdir()
+        self.version: dict[int, int] = {}
+        self.damage: dict[int, str] = {}
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+    @initialize()
+    def begin(self) -> None:
+        self.save()
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def _next(self) -> int:
+        return max(self.version, default=0) + 1
+
+    def _seen_good(self) -> list[int]:
+        """Steps that a glance finds whole; a flipped bit shows only when it is read."""
+        return sorted(s for s in self.version if self.damage.get(s) != CUT)
+
+    def _rotated(self, good: list[int]) -> None:
+        for step in good[:-KEEP]:
+            del self.version[step]
+            self.damage.pop(step, None)
+
+    @rule()
+    def save(self) -> None:
+        step = self._next()
+        self.judge.call(_save, self.root, step, 0, False)
+        self.version[step] = 0
+        self._rotated(self._seen_good())
+
+    @precondition(lambda self: self.version)
+    @rule(data=st.data(), version=st.integers(1, 9))
+    def overwrite(self, data: st.DataObject, version: int) -> None:
+        step = data.draw(st.sampled_from(sorted(self.version)))
+        self.judge.call(_save, self.root, step, version, True)
+        self.version[step] = version
+        self.damage.pop(step, None)
+        self._rotated(self._seen_good())
+
+    @rule(at=st.integers(1, 110))
+    def crash_in_a_save(self, at: int) -> None:
+        step = self._next()
+        before = self._seen_good()
+        done = self._crash(step, 0, at, overwrite=False)
+        listed = set(pc.steps(self.root))
+        kept = set(before[-KEEP:] if not done else [])
+        if not done:
+            # Only the oldest may have gone, to make room.
+            must = set(before[-(KEEP - 1) :])
+            assert must <= listed, f"{sorted(must - listed)} went in a save that died"
+        del kept
+        self._observe(listed, step, {0})
+
+    @precondition(lambda self: self.version)
+    @rule(data=st.data(), version=st.integers(1, 9), at=st.integers(1, 110))
+    def crash_in_an_overwrite(self, data: st.DataObject, version: int, at: int) -> None:
+        step = data.draw(st.sampled_from(sorted(self.version)))
+        self._crash(step, version, at, overwrite=True)
+        listed = set(pc.steps(self.root))
+        assert step in listed, f"step {step} went in an overwrite that died"
+        found = self.judge.call(version_of, path_of(self.root, step), step)
+        if found == version:
+            self.version[step] = version
+            self.damage.pop(step, None)
+        gone = set(self.version) - listed
+        assert gone <= set(self._seen_good()[:-KEEP]), f"{gone} went in an overwrite that died"
+        self._observe(listed, step, {version})
+
+    def _crash(self, step: int, version: int, at: int, *, overwrite: bool) -> bool:
+        def act(root: Path, acknowledge: children.Acknowledge) -> None:
+            _save(root, step, version, overwrite)
+            acknowledge("done")
+
+        ended = children.run(act, self.root, fault=Fault(action="torn", at=at))
+        assert not ended.error, ended
+        assert not ended.hung, ended
+        return bool(ended.acks)
+
+    def _observe(self, listed: set[int], step: int, versions: set[int]) -> None:
+        """Take over what an interrupted save may have done."""
+        for gone in set(self.version) - listed:
+            del self.version[gone]
+            self.damage.pop(gone, None)
+        if step in listed and step not in self.version:
+            (self.version[step],) = versions
+
+    @precondition(lambda self: self.version)
+    @rule(data=st.data())
+    def flip_a_bit(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.version)))
+        file = path_of(self.root, step) / "manifest.msgpack"
+        at = data.draw(st.integers(0, file.stat().st_size - 1))
+        with file.open("r+b") as stream:
+            stream.seek(at)
+            (byte,) = stream.read(1)
+            stream.seek(at)
+            stream.write(bytes([byte ^ 1 << data.draw(st.integers(0, 7))]))
+        # Two flips may undo one another; nothing is said of such a step again.
+        self.damage[step] = CUT
+
+    @precondition(lambda self: self.version)
+    @rule(data=st.data())
+    def damage_data(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(set(self.version) - set(self.damage)) or [0]))
+        if step == 0:
+            return
+        files = sorted(path_of(self.root, step).glob("data-*/*/*/c.*"))
+        file = data.draw(st.sampled_from(files))
+        if data.draw(st.booleans()):
+            os.truncate(file, file.stat().st_size - 1)
+            self.damage[step] = CUT if "arrays" in file.parts else FLIPPED
+            return
+        with file.open("r+b") as stream:
+            stream.write(bytes(byte ^ 1 for byte in stream.read(1)))
+            stream.seek(0)
+            first = stream.read(1)
+            stream.seek(0)
+            stream.write(bytes([first[0] ^ 1]))
+        self.damage[step] = FLIPPED
+
+    @precondition(lambda self: len(self.version) > 1)
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.version)))
+        self.judge.call(_roll_back, self.root, step)
+        for later in [s for s in self.version if s > step]:
+            del self.version[later]
+            self.damage.pop(later, None)
+
+    # --- what must hold -------------------------------------------------------------------------
+
+    @precondition(lambda self: set(self.version) - set(self.damage))
+    @rule(data=st.data(), devices=st.integers(1, 2))
+    def load_on_other_devices(self, data: st.DataObject, devices: int) -> None:
+        step = data.draw(st.sampled_from(sorted(set(self.version) - set(self.damage))))
+        assert self.judge.call(_reshard, self.root, step, self.version[step], devices)
+
+    @invariant()
+    def everything_is_as_the_model_says(self) -> None:
+        type(self).tally.points += 1
+        assert sorted(self.version) == pc.steps(self.root)
+        for step, version in self.version.items():
+            found = self.judge.call(version_of, path_of(self.root, step), step)
+            if step not in self.damage:
+                assert found == version, f"step {step}: {found}, not version {version}"
+            else:
+                assert found is not None, f"step {step} has values that were never saved"
+        assert len(list(self.root.glob("step_*/data-*"))) <= KEEP + len(self.damage) + 1
+
+
+def _save(root: Path, step: int, version: int, overwrite: bool) -> None:
+    with manager(root, KEEP) as made:
+        made.save(step, state(step, version), overwrite=overwrite)
+
+
+def _roll_back(root: Path, step: int) -> None:
+    with manager(root, KEEP) as made:
+        made.rollback(step)
+
+
+def _reshard(root: Path, step: int, version: int, devices: int) -> bool:
+    """Load with `large` on other devices than it was saved on; whether it is exact."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("other",))
+    columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "other"))
+    target: dict[str, Any] = dict(state(step, version))
+    target["large"] = jax.ShapeDtypeStruct((64, 64), np.float32, sharding=columns)
+    found = pc.load(path_of(root, step), target, reshard=True)
+    as_numpy = {k: np.asarray(v) if isinstance(v, jax.Array) else v for k, v in found.items()}
+    return is_content({key: as_numpy[key] for key in content(step)}, step, version)
+
+
+def campaign(judge: Judge, *, examples: int, steps: int) -> Tally:
+    """Run the machine; a failure is counted once, with the sequence that leads to it."""
+    tally = Tally()
+    Machine.judge, Machine.tally = judge, tally
+    settings = hypothesis.settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    try:
+        run_state_machine_as_test(Machine, settings=settings)
+    except Exception as error:  # noqa: BLE001 - a finding
+        notes = "\n".join(getattr(error, "__notes__", []))
+        tally.wrong("failed", f"{type(error).__name__}: {error}\n{notes}")
+    return tally
