@@ -7,6 +7,8 @@ PYTHON_OLDEST ?=
 PYTHON_NEWEST ?=
 # The number of pytest processes, and more arguments for pytest, such as -k mesh.
 WORKERS ?= 2
+# How long `make soak` takes.
+MINUTES ?= 10
 PYTEST_ARGS ?=
 # Arguments for benchmarks/run.py, such as --workload a,b --dir tmpfs --rounds 5.
 BENCH_ARGS ?=
@@ -23,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: PYTHON, PYTHON_OLDEST, PYTHON_NEWEST, WORKERS, PYTEST_ARGS, BENCH_ARGS"
+	@echo "Settings: PYTHON, PYTHON_OLDEST, PYTHON_NEWEST, WORKERS, PYTEST_ARGS, BENCH_ARGS, MINUTES"
 
 .PHONY: test
 test: .venv/.installed ## Run the tests with the locked dependencies
@@ -36,6 +38,18 @@ test-oldest: .venv-oldest/.installed ## Run the tests with the oldest supported 
 .PHONY: test-newest
 test-newest: .venv-newest/.installed ## Run the tests with the newest JAX, on Python >= 3.12
 	.venv-newest/bin/python $(PYTEST)
+
+.PHONY: faults
+faults: .venv/.installed ## Attack everything at each operation and print a table: more than an hour
+	$(PY) -m tests.faults --size full
+
+.PHONY: faults-short
+faults-short: .venv/.installed ## The same attacks at some operations: minutes
+	$(PY) -m tests.faults --size short
+
+.PHONY: soak
+soak: .venv/.installed ## Random kills, rotation and loads for MINUTES
+	$(PY) -m tests.faults --only soak --minutes $(MINUTES)
 
 .PHONY: demo
 demo: .venv/.installed ## Run the training example

@@ -91,10 +91,11 @@ class FormatError(CheckpointError, ValueError):
 class UnsupportedLeafError(CheckpointError, TypeError):
     """Leaves that cannot be saved or asked for, each with its path; nothing was written."""
 
-    def __init__(self, leaves: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, leaves: Sequence[tuple[str, str]], *, target: bool = False) -> None:
         self.leaves = tuple(leaves)
         count = f"{len(leaves)} leaves" if len(leaves) != 1 else "1 leaf"
-        lines = [f"{count} cannot be stored in a checkpoint"]
+        what = "of the target cannot be loaded" if target else "cannot be stored in a checkpoint"
+        lines = [f"{count} {what}"]
         lines += [f"  {path or '(root)'}  {reason}" for path, reason in leaves]
         super().__init__("\n".join(lines))
 

@@ -27,10 +27,6 @@ class Gate:
     def wait_until_reached(self) -> None:
         assert self._reached.wait(PATIENCE_S), "nobody came to the gate"
 
-    @property
-    def was_reached(self) -> bool:
-        return self._reached.is_set()
-
     def open(self) -> None:
         self._opened.set()
 

@@ -167,6 +167,8 @@ def be_preempted(root: str, when: str, here: str, go: str) -> None:
 
     own = pc.CheckpointManager(root, keep=pc.Keep(last=2), save_every=10, on_sigterm=True)
     for step in range(1, 1000):
+        if step == 30:
+            own.wait()  # what follows is about the save of this step
         if step == 30 and when == "while the loop waits for a save":
             meet_before(writing.Writer, "write")
         if step == 40 and when == "while the loop waits for a save":
@@ -275,10 +277,10 @@ def fail_many(root: str, count: int) -> None:
     def full() -> None:
         raise OSError(28, "No space left on device")
 
-    act_before(commit.Attempt, "commit", full, times=count)
+    act_before(writing.Writer, "write", full, times=count)
     failed = []
     for number in range(count):
-        failed.append(pc.save_async(pc.step_path(root, number), {"w": np.zeros(1 << 20)}))
+        failed.append(pc.save_async(pc.step_path(root, number), {"w": np.zeros(1 << 19)}))
         expect(OSError, failed[-1].result)
         if number in (count // 4, count - 1):
             print(json.dumps(held()), flush=True)
@@ -325,13 +327,17 @@ class Runs:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._run: Run | None = None
 
     def start(self, function: Callable[..., None], folder: Path, *arguments: Any) -> "Run":
+        if self._run is not None:
+            self._run.abandon()
         order = [function.__name__, [str(a) if isinstance(a, Path) else a for a in arguments]]
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps([*order, str(folder)]) + "\n")
         self._server.stdin.flush()
-        return Run(self._read(), self._read, folder)
+        self._run = Run(self._read(), self._read, folder)
+        return self._run
 
     def _read(self) -> int:
         assert self._server.stdout is not None
@@ -343,6 +349,8 @@ class Runs:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
+        if self._run is not None:
+            self._run.abandon()
         self._server.communicate()
 
 
@@ -353,13 +361,21 @@ class Run:
         self.pid = pid
         self._exit_code = exit_code
         self._folder = folder
+        self._is_over = False
 
     def kill(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def end(self) -> int:
         """Wait for the end; the exit code, or the negative number of the signal."""
+        self._is_over = True
         return self._exit_code()
+
+    def abandon(self) -> None:
+        """End it, if the test that started it did not get so far."""
+        if not self._is_over:
+            self.kill(signal.SIGKILL)
+            self.end()
 
     @property
     def stdout(self) -> str:

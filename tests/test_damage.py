@@ -1,9 +1,11 @@
 """What was saved comes back to the last bit, or a named error says which part is damaged."""
 
+import contextlib
 import os
 import re
 import shutil
 import struct
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,16 +28,16 @@ Load = Callable[[Path], Any]
 
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of a few hundred bytes are stored as large ones are: files of several chunks."""
-    monkeypatch.setattr(chunking, "PACK_BELOW_NBYTES", 128)
-    monkeypatch.setattr(chunking, "MAX_CHUNK_NBYTES", 64)
+    """Arrays of a hundred bytes are stored as large ones are: files of several chunks."""
+    monkeypatch.setattr(chunking, "PACK_BELOW_NBYTES", 64)
+    monkeypatch.setattr(chunking, "MAX_CHUNK_NBYTES", 16)
 
 
 def small_state(scale: int = 1) -> dict[str, Any]:
-    """A state whose `large` is, with `tiny_chunks`, two files of four chunks of 64 bytes."""
+    """A state whose `large` is, with `tiny_chunks`, two files of four chunks of one row."""
     mesh = make_mesh((2,), ("data",))
     rows = NamedSharding(mesh, PartitionSpec("data"))
-    grid = np.arange(scale, scale + 128, dtype=np.float32).reshape(16, 8)
+    grid = np.arange(scale, scale + 32, dtype=np.float32).reshape(8, 4)
     return {
         "bias": jax.device_put(np.arange(6, dtype=np.int32) * scale, rows),
         "host": np.array([1.5, -0.0, np.nan, scale]),
@@ -70,10 +72,12 @@ def outcome(load: Load, path: Path, saved: Any) -> str:
     try:
         found = load(path)
     except pc.CheckpointError as error:
-        assert str(error)
-        return type(error).__name__
-    assert_same(found, saved)
-    return "exact"
+        problem = error
+    else:
+        assert_same(found, saved)
+        return "exact"
+    assert str(problem)
+    return type(problem).__name__
 
 
 def to_numpy(path: Path) -> Any:
@@ -139,7 +143,7 @@ def array_bytes(path: Path) -> dict[str, set[int]]:
 def test_a_flipped_bit_at_every_byte_is_an_error_or_harmless(
     tmp_path: Path, tiny_chunks: None, record_property: Record
 ) -> None:
-    state, path = small_state(), tmp_path / "ckpt"
+    state, path = {k: small_state()[k] for k in ("bias", "host", "large")}, tmp_path / "ckpt"
     pc.save(path, state)
     host, elements = as_numpy(state), array_bytes(path)
     assert sum(file.stat().st_size for file in files_of(path)) <= 64 << 10
@@ -148,19 +152,23 @@ def test_a_flipped_bit_at_every_byte_is_an_error_or_harmless(
     seen: dict[str, Counter[str]] = {}
     for file in files_of(path):
         name = label(file, path)
-        for at in range(file.stat().st_size):
-            loads: list[tuple[Load, Any]] = [(pc.load, state), (to_numpy, host)]
-            if name.endswith("zarr.json"):
-                loads = [loads[at % 2]]
-            with flipped(file, at, int(rng.integers(8))):
-                found = {outcome(load, path, saved) for load, saved in loads}
+        size = file.stat().st_size
+        # Nobody reads a zarr.json, so many of its bytes may be wrong at once.
+        step = 16 if name.endswith("zarr.json") else 1
+        for at in range(0, size, step):
+            places = range(at, min(at + step, size))
+            with contextlib.ExitStack() as stack:
+                for place in places:
+                    stack.enter_context(flipped(file, place, int(rng.integers(8))))
+                found = {outcome(pc.load, path, state), outcome(to_numpy, path, host)}
             assert len(found) == 1, f"{name}, byte {at}: {found}"
-            seen.setdefault(name, Counter()).update(found)
-            if at in elements.get(name, ()):
-                assert found == {"IntegrityError"}, f"{name}, byte {at}"
+            kind = found.pop()
+            seen.setdefault(name, Counter())[kind] += len(places)
+            assert kind == "IntegrityError" or at not in elements.get(name, ()), f"{name}, {at}"
     for name, counts in seen.items():
         print(f"{name}: {dict(counts)}")
         record_property(name, dict(counts))
+    assert sum(map(Counter.total, seen.values())) == sum(f.stat().st_size for f in files_of(path))
     # Every byte matters but those between packed shards, and those that are for other programs.
     assert set(seen["manifest.msgpack"]) == {"FormatError"}
     assert set(seen["tables/00000.msgpack"]) == {"IntegrityError"}
@@ -181,7 +189,7 @@ def test_a_flipped_bit_is_never_a_wrong_value_in_a_part_or_on_another_layout(
     state, path = small_state(), tmp_path / "ckpt"
     pc.save(path, state)
     columns = NamedSharding(make_mesh((4,), ("model",)), PartitionSpec(None, "model"))
-    want = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=columns)
+    want = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=columns)
     moved = {"large": jax.device_put(state["large"], columns)}
     part = {"bias": state["bias"], "host": state["host"]}
     rng = np.random.default_rng(2)
@@ -257,7 +265,7 @@ def test_a_flipped_bit_names_the_leaf_the_chunk_and_both_digests(
     with pytest.raises(pc.IntegrityError) as caught:
         pc.load(path)
     (damage,) = caught.value.damage
-    # Rows 8 to 15 are in the second file, two of them in each chunk.
+    # Rows 4 to 7 are in the second file.
     assert (damage.path, damage.kind, damage.chunk) == ("large", "digest", (6, 0))
     assert re.search(
         r"chunk \(6, 0\) of large is damaged: digest [0-9a-f]{8}…, the checkpoint has [0-9a-f]{8}…",
@@ -324,10 +332,10 @@ def test_a_box_is_read_without_the_damaged_chunks_beside_it(
     flip(file, chunk_ranges(file, 4)[1][0], 0)
     with pc.open(path) as checkpoint:
         want = np.asarray(state["large"])
-        np.testing.assert_array_equal(checkpoint["large"][:2], want[:2])
-        np.testing.assert_array_equal(checkpoint["large"][4:], want[4:])
+        np.testing.assert_array_equal(checkpoint["large"][:1], want[:1])
+        np.testing.assert_array_equal(checkpoint["large"][2:], want[2:])
         with pytest.raises(pc.IntegrityError) as caught:
-            checkpoint["large"][:3]
+            checkpoint["large"][:2]
     assert [d.chunk for d in caught.value.damage] == [(1, 0)]
 
 
@@ -337,7 +345,7 @@ def test_without_verify_a_flipped_bit_is_loaded_as_it_is(tmp_path: Path, tiny_ch
     file = data_folder(path) / "arrays/large/c.0.0"
     flip(file, chunk_ranges(file, 4)[1][0] + 4 * 3, 0)
     wrong = np.asarray(state["large"]).copy()
-    wrong.view(np.uint32)[2, 3] ^= 1
+    wrong.view(np.uint32)[1, 3] ^= 1
     want = {**state, "large": jax.device_put(wrong, state["large"].sharding)}
     assert_same(pc.load(path, verify=False), want)
     with pc.open(path, verify=False) as checkpoint:
@@ -474,8 +482,7 @@ def test_every_damaged_file_is_an_error_that_names_it(
         damage(file, file.read_bytes())
         for load, saved in ((pc.load, state), (to_numpy, host)):
             found = outcome(load, path, saved)
-            link = damage in (link_to_a_copy, link_to_itself)
-            if name.endswith("zarr.json") and not link:
+            if name.endswith("zarr.json") and damage not in (link_to_a_copy, link_to_itself):
                 # Nobody reads it but other programs.
                 assert found == "exact", name
                 continue
@@ -490,8 +497,12 @@ def test_every_damaged_file_is_an_error_that_names_it(
                 assert found == "IntegrityError", name
             with pytest.raises(pc.CheckpointError) as caught:
                 load(path)
-            expected = {"arrays": "large", "packed": "packed" if link else "host"}
-            assert expected.get(name.split("/")[0], str(file)) in str(caught.value), name
+            named = {"arrays": "large", "packed": "host"}.get(name.split("/")[0], str(file))
+            if damage in (link_to_a_copy, link_to_itself, make_folder, make_pipe):
+                named = str(file)
+            assert (str(path) if damage is remove and name == SMALL_FILES[0] else named) in str(
+                caught.value
+            )
 
 
 FOLDERS = ["", "tables", "arrays", "arrays/large", "packed", "packed/00000"]
@@ -665,7 +676,7 @@ def test_a_foreign_file_beside_the_chunks_is_left_alone(tmp_path: Path, tiny_chu
 def test_a_lost_file_never_reads_as_zeros(
     tmp_path: Path, tiny_chunks: None, compress: Any, fill: int
 ) -> None:
-    state = {"w": np.full((16, 8), fill, np.float32), "b": np.full(3, fill, np.int16)}
+    state = {"w": np.full((8, 4), fill, np.float32), "b": np.full(3, fill, np.int16)}
     path = tmp_path / "ckpt"
     pc.save(path, state, options=pc.SaveOptions(compress=compress))
     chunks = sorted(label(file, path) for file in data_folder(path).rglob("c.*"))
@@ -688,7 +699,7 @@ def test_a_lost_file_never_reads_as_zeros(
 def test_a_chunk_that_the_index_of_its_file_calls_absent_never_reads_as_zeros(
     tmp_path: Path, tiny_chunks: None
 ) -> None:
-    state, path = {"w": np.zeros((16, 8), np.float32)}, tmp_path / "ckpt"
+    state, path = {"w": np.zeros((8, 4), np.float32)}, tmp_path / "ckpt"
     pc.save(path, state)
     file = data_folder(path) / "arrays/w/c.0.0"
     data = bytearray(file.read_bytes())
@@ -718,13 +729,13 @@ def test_chunks_that_point_at_one_another_in_the_index_are_damage(
     tmp_path: Path, tiny_chunks: None
 ) -> None:
     """The index has a checksum, but no key: whoever changes it can write another checksum."""
-    state, path = {"w": np.arange(128, dtype=np.float32).reshape(16, 8)}, tmp_path / "ckpt"
+    state, path = {"w": np.arange(32, dtype=np.float32).reshape(8, 4)}, tmp_path / "ckpt"
     pc.save(path, state)
     file = data_folder(path) / "arrays/w/c.0.0"
     whole = file.read_bytes()
     index = len(whole) - 16 * 8 - 4
     first, second = whole[index : index + 16], whole[index + 16 : index + 32]
-    for entry in (second, struct.pack("<QQ", 2**63, 64), struct.pack("<QQ", 0, 2**62)):
+    for entry in (second, struct.pack("<QQ", 2**63, 16), struct.pack("<QQ", 0, 2**62)):
         data = bytearray(whole)
         data[index : index + 16] = entry
         data[-4:] = struct.pack("<I", crc32c(bytes(data[index:-4])))
@@ -777,3 +788,25 @@ def _no_stray_links(tmp_path: Path) -> Iterator[None]:
     for file in tmp_path.rglob("*"):
         if file.is_symlink():
             file.unlink()
+
+
+# --- a race in JAX ------------------------------------------------------------------------------
+
+
+def test_threads_that_look_at_a_new_array_at_once_save_its_values(
+    tmp_path: Path, tiny_chunks: None
+) -> None:
+    """JAX 0.10 made the shards of an array twice, in any order, when two threads asked at once."""
+    rows = NamedSharding(make_mesh((8,), ("data",)), PartitionSpec("data"))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for attempt in range(6):
+            values = [np.arange(128, dtype=np.float32) + 1000 * n for n in range(24)]
+            state = [jax.device_put(value, rows) for value in values]
+            path = tmp_path / str(attempt)
+            pc.save(path, state, options=pc.SaveOptions(threads=8))
+            assert [len(array.addressable_shards) for array in state] == [8] * len(state)
+            assert_same(to_numpy(path), values)
+    finally:
+        sys.setswitchinterval(before)

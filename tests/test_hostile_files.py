@@ -399,7 +399,7 @@ HOSTILE_MANIFESTS: dict[str, Change] = {
     "nonce too short": set_("nonce", to="0" * 31),
     "nonce with a newline": set_("nonce", to="0" * 32 + "\n"),
     "nonce in capitals": set_("nonce", to="A" * 32),
-    "nonce in other digits": set_("nonce", to="٠" * 32),
+    "nonce in other digits": set_("nonce", to="\N{ARABIC-INDIC DIGIT ZERO}" * 32),
     "nonce as bytes": set_("nonce", to=b"0" * 32),
     "name with a slash": set_("names", to=["a/b"]),
     "absolute name": set_("names", to=["/tmp/x"]),
@@ -552,10 +552,13 @@ def test_a_manifest_that_lies_is_refused_by_every_reader(
     for read in (pc.read_manifest, lambda p: pc.open(p).to_numpy()):
         try:
             read(path)
-        except pc.FormatError as error:
-            assert str(path) in str(error)
         except pc.IntegrityError:
-            pass
+            continue
+        except pc.FormatError as error:
+            text = str(error)
+        else:
+            continue
+        assert str(path) in text
 
 
 def test_what_a_newer_release_wrote_is_refused_with_a_remedy(
@@ -611,7 +614,7 @@ def test_a_field_of_another_type_is_refused(base: Checkpoint, wrong: Any) -> Non
 def look_through(manifest: pc.Manifest) -> None:
     """All that a manifest tells without devices; none of it may fail."""
     assert repr(manifest)
-    assert [str(leaf) for leaf in manifest.leaves] is not None
+    assert all(str(leaf) for leaf in manifest.leaves)
     assert len(manifest.by_text) == len(manifest.leaf_codes)
     assert manifest.nbytes >= 0
 
@@ -747,7 +750,10 @@ def test_a_table_with_a_right_digest_for_a_wrong_place_is_refused(
     path = base.craft(tmp_path / "ckpt", table=swap)
     with pytest.raises(pc.IntegrityError) as caught:
         pc.load(path)
-    assert [(d.path, d.chunk) for d in caught.value.damage] == [("large", (0, 0)), ("large", (1, 0))]
+    assert [(d.path, d.chunk) for d in caught.value.damage] == [
+        ("large", (0, 0)),
+        ("large", (1, 0)),
+    ]
 
 
 # --- sizes that only the data could bear out ----------------------------------------------------
@@ -771,7 +777,12 @@ def test_more_chunks_than_the_tables_have_digests_of_are_refused_before_they_are
     base: Checkpoint, tmp_path: Path, shard: int, chunk: int
 ) -> None:
     path = base.craft(tmp_path / "ckpt", manifest=huge(shard, chunk))
-    for read in (pc.read_manifest, pc.load, pc.open, pc.verify if hasattr(pc, "verify") else pc.load):
+    for read in (
+        pc.read_manifest,
+        pc.load,
+        pc.open,
+        pc.verify if hasattr(pc, "verify") else pc.load,
+    ):
         with pytest.raises(pc.FormatError, match="chunks"):
             read(path)
 
@@ -961,7 +972,9 @@ def test_an_edited_table_with_a_right_digest_is_refused_or_covers_all(
 NUMBERS = st.sampled_from([0, 1, 2, 3, 8, 16, 255, 2**31, 2**32, 2**40, 2**62, HUGE, 2**64 - 1, -1])
 REPLACEMENTS = st.one_of(
     NUMBERS,
-    st.sampled_from([None, True, False, 1.5, float("nan"), float("inf"), "", "x", "..", "a/b", b""]),
+    st.sampled_from(
+        [None, True, False, 1.5, float("nan"), float("inf"), "", "x", "..", "a/b", b""]
+    ),
     st.sampled_from(["jax", "key", "numpy", "scalar", "packed", "array", "empty", "zstd", "int4"]),
     st.sampled_from(["named", "single", "tiled", "float64", "uint8", "pinned_host", "device"]),
     st.lists(NUMBERS, max_size=4),

@@ -154,14 +154,16 @@ def test_a_description_rebuilds_the_very_sharding(
     assert jax_shardings.describe(rebuilt, shape) == plain
 
 
-def test_trailing_nones_do_not_make_another_spec(mesh_8: jax.sharding.Mesh) -> None:
+def test_trailing_nones_do_not_make_another_layout(mesh_8: jax.sharding.Mesh) -> None:
     short, long = (
         jax_shardings.describe(NamedSharding(mesh_8, spec), (8, 2, 2))
         for spec in (P("data"), P("data", None, None))
     )
-    assert short == long
-    assert jax_shardings.describe(NamedSharding(mesh_8, P(None, None)), (8, 2)) == (
-        jax_shardings.describe(NamedSharding(mesh_8, P()), (8, 2))
+    assert short != long
+    assert same_layout(short, long)
+    assert same_layout(
+        jax_shardings.describe(NamedSharding(mesh_8, P(None, None)), (8, 2)),
+        jax_shardings.describe(NamedSharding(mesh_8, P()), (8, 2)),
     )
     inner, other = (
         jax_shardings.describe(NamedSharding(mesh_8, spec), (8, 8))
@@ -230,6 +232,16 @@ def test_axis_names_that_are_not_text_are_refused() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), (("a", 1),))
     with pytest.raises(jax_shardings.UnsupportedShardingError, match="not all strings"):
         jax_shardings.describe(NamedSharding(mesh, P()), (8,))
+
+
+def test_specs_that_do_not_say_what_a_shard_holds_are_refused() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    sums = P("data", unreduced={"model"})
+    with pytest.raises(jax_shardings.UnsupportedShardingError, match="partial sums"):
+        jax_shardings.describe(NamedSharding(mesh, sums), (8,))
+    open_to_jax = P(P.UNCONSTRAINED)
+    with pytest.raises(jax_shardings.UnsupportedShardingError, match="not an axis"):
+        jax_shardings.describe(NamedSharding(mesh, open_to_jax), (8,))
 
 
 def test_a_mesh_of_more_devices_than_there_are_is_not_rebuilt() -> None:

@@ -206,6 +206,7 @@ def make_foreign(root: Path) -> None:
     (root / "manifest.msgpack").write_text("not here")
     (root / "step_00000700").symlink_to("step_00000700")
     (root / "step_00000800").symlink_to("nowhere")
+    (root / "step_00000900").symlink_to("logs")
     (root / "latest").symlink_to("latest")
     (root / "checkpoint").write_text("step_00000500")
 

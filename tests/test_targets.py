@@ -33,24 +33,12 @@ def struct(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, **more)
 
 
-def short(sharding: Any) -> Any:
-    """A sharding without the trailing Nones of its spec, which JAX's own equality minds."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    entries = list(sharding.spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return NamedSharding(sharding.mesh, P(*entries), memory_kind=sharding.memory_kind)
-
-
 def same(found: Any, wanted: Any) -> bool:
     """Equal in type, dtype, shape, sharding, weak type, commitment and every bit."""
     if type(found) is not type(wanted):
         return False
     if isinstance(wanted, jax.Array):
-        about = [
-            (x.dtype, x.shape, short(x.sharding), x.weak_type, x.committed) for x in (found, wanted)
-        ]
+        about = [(x.dtype, x.shape, x.sharding, x.weak_type, x.committed) for x in (found, wanted)]
         return about[0] == about[1] and np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
     if isinstance(wanted, (np.ndarray, np.generic)):
         return (found.dtype, found.shape, found.tobytes()) == (
@@ -260,13 +248,11 @@ def test_values_per_process_come_back_in_their_wrapper(tmp_path: Path) -> None:
         assert found == {"it": pc.PerProcess({"at": 3})}
 
 
-@pytest.mark.parametrize("leaf", [object(), {1, 2}, 1 + 2, lambda x: x, np.array(["a"])])
+@pytest.mark.parametrize("leaf", [object(), {1, 2}, lambda x: x, np.array(["a"])])
 def test_a_target_that_asks_for_nothing_storable_is_refused_with_its_path(
     tmp_path: Path, leaf: Any
 ) -> None:
     pc.save(tmp_path, {"x": np.zeros(3)})
-    if leaf == 3:
-        return
     with pytest.raises(pc.UnsupportedLeafError, match="x  "):
         pc.load(tmp_path, {"x": leaf})
 
@@ -584,10 +570,9 @@ def test_partial_takes_none_in_place_of_what_is_not_wanted(
 
 def test_partial_takes_empty_containers_too(tmp_path: Path, array: jax.Array) -> None:
     pc.save(tmp_path, model(array))
-    for target in ({}, {"params": {}, "opt": ()}, [], None):
-        if target is not None:
-            assert pc.load(tmp_path, target, partial=True) == target
-    assert pc.load(tmp_path, {"opt": {}, "ema": []}, partial=True) == {"opt": {}, "ema": []}
+    targets: list[Any] = [{}, [], {"params": {}, "opt": ()}, {"opt": {}, "ema": []}]
+    for target in targets:
+        assert pc.load(tmp_path, target, partial=True) == target
 
 
 def test_partial_still_refuses_what_the_checkpoint_does_not_have(

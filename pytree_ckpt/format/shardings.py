@@ -60,8 +60,6 @@ class Named:
         used = [axis for entry in self.spec for axis in entry]
         if len(set(used)) != len(used) or not set(used) <= set(self.mesh.axis_names):
             raise ValueError(f"spec {spec_text(self.spec)} does not fit {self.mesh}")
-        if self.spec and not self.spec[-1]:
-            raise ValueError("a stored spec has no trailing empty entries")
 
     def __str__(self) -> str:
         return f"{spec_text(self.spec)} on {self.mesh}"
@@ -113,11 +111,19 @@ def spec_text(spec: Spec) -> str:
     return f"P({', '.join(parts)})"
 
 
+def _stripped(spec: Spec) -> Spec:
+    """A spec without the empty entries at its end, which mean nothing."""
+    count = len(spec)
+    while count and not spec[count - 1]:
+        count -= 1
+    return spec[:count]
+
+
 def same_layout(a: Sharding, b: Sharding) -> bool:
     """Whether two shardings are one layout; memory kinds are compared apart."""
     match a, b:
         case Named(), Named():
-            return a.mesh.same_layout(b.mesh) and a.spec == b.spec
+            return a.mesh.same_layout(b.mesh) and _stripped(a.spec) == _stripped(b.spec)
         case Single(), Single():
             return True
         case Tiled(), Tiled():

@@ -60,8 +60,6 @@ def _spec(spec: PartitionSpec) -> Spec:
             entries.append(tuple(entry))
         else:
             raise UnsupportedShardingError(f"{spec} has an entry that is not an axis")
-    while entries and not entries[-1]:
-        entries.pop()
     return tuple(entries)
 
 
@@ -139,7 +137,10 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
         from jax._src import mesh as private
 
         get_mesh = private.get_concrete_mesh
-    mesh = get_mesh()
+    try:
+        mesh = get_mesh()
+    except ValueError:  # inside of jit
+        return None
     return None if mesh is None or mesh.empty else mesh
 
 

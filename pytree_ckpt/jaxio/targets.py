@@ -64,7 +64,7 @@ def describe_target(target: Any, *, mesh: jax.sharding.Mesh | None) -> TargetTre
         except (shardings.UnsupportedShardingError, TypeError) as error:
             refused.append((to_text(path), str(error)))
     if refused:
-        raise UnsupportedLeafError(refused)
+        raise UnsupportedLeafError(refused, target=True)
     return TargetTree(tree=flat.tree, treedef=flat.treedef, leaves=leaves, mismatches=mismatches)
 
 
@@ -73,6 +73,8 @@ class _AbstractMeshError(Exception):
 
 
 def _describe(leaf: Any, mesh: jax.sharding.Mesh | None) -> Target:
+    if isinstance(leaf, jax.core.Tracer):
+        raise TypeError("the target has a tracer here: load outside of jit, grad and vmap")
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
         return _describe_jax(leaf, mesh)
     if isinstance(leaf, np.generic):

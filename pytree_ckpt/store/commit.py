@@ -57,8 +57,20 @@ def _why_not_found(path: Path) -> str:
 
 
 def is_committed(location: Location) -> bool:
-    """Whether a checkpoint, good or damaged, is at this place."""
-    return os.path.lexists(location.path / MANIFEST_FILE)
+    """Whether a checkpoint, good or damaged, is at this place.
+
+    Raises:
+        OSError: It may not be looked for.
+    """
+    try:
+        os.lstat(location.path / MANIFEST_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+    return True
 
 
 def open_to_read(location: Location) -> tuple[Manifest, disk.FolderLock]:

@@ -39,7 +39,7 @@ def read_table(data_folder: Path, manifest: Manifest, process: int) -> Table:
     wanted = manifest.tables[process]
     try:
         data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _damaged(None, "missing", f"the table {file} is missing", file) from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EINVAL):
@@ -68,29 +68,33 @@ def _damaged(leaf: str | None, kind: DamageKind, text: str, file: Path) -> Integ
     return IntegrityError([Damage(path=leaf, kind=kind, text=text, file=str(file))])
 
 
-def check_folder(folder: Path, counts: tuple[int, ...], leaf: str | None) -> None:
-    """Look for links and for shards outside the grid in the folder of an array.
+def check_folder(folder: Path, counts: tuple[int, ...], leaf: str | None) -> list[Damage]:
+    """What does not belong in the folder of an array: links, pipes, shards outside the grid.
 
-    Raises:
-        IntegrityError: There are some. A shard that is missing shows when it is read.
+    Where there is damage of kind "link" nothing may be read: a link leads out of the checkpoint,
+    and who opens a pipe waits for good. A shard that is missing shows when it is read.
     """
-    refuse_link(folder, leaf)
-    damage: list[Damage] = []
     try:
+        refuse_link(folder, leaf)
         entries = list(os.scandir(folder))
+    except IntegrityError as error:
+        return list(error.damage)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
+    damage: list[Damage] = []
     for entry in entries:
         kind: DamageKind | None = None
         if entry.is_symlink():
             kind, what = "link", "is a symbolic link; a checkpoint has none"
-        elif _SHARD_FILE.fullmatch(entry.name) and not _in_grid(entry.name, counts):
-            kind, what = "extra", "is a shard that the array does not have"
+        elif _SHARD_FILE.fullmatch(entry.name):
+            if not _in_grid(entry.name, counts):
+                kind, what = "extra", "is a shard that the array does not have"
+            elif not entry.is_file(follow_symlinks=False):
+                kind, what = "link", "is not a regular file"
         if kind is not None:
             text = f"{entry.path} {what}"
             damage.append(Damage(path=leaf, kind=kind, text=text, file=entry.path))
-    if damage:
-        raise IntegrityError(damage)
+    return damage
 
 
 _SHARD_FILE = re.compile(r"c(\.\d+)*", re.ASCII)

@@ -27,7 +27,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def fsync_above(path: Path, *, made: Collection[Path]) -> None:
-    """Make the entries durable that lead to a folder, as far as it could be this user who made them.
+    """Make the entries that lead to a folder durable, as far up as this user can have made them.
 
     Also those that are not in `made`: a save that died may have made them, and synced nothing.
     """
@@ -82,10 +82,13 @@ def read_file(path: Path, *, max_nbytes: int) -> bytes:
         OSError: A link (ELOOP), a folder, or unreadable.
     """
     fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(fd, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read(max_nbytes + 1)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read(max_nbytes + 1)
+    finally:
+        os.close(fd)
 
 
 def remove_tree(path: Path) -> None:

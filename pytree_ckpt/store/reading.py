@@ -149,9 +149,8 @@ class CheckpointReader:
                         job.cancel()
         if damage:
             intact = self.stats.chunks - sum(d.kind == "digest" for d in damage)
-            raise IntegrityError(
-                damage, note=f"The other {intact} chunks that were read are intact."
-            )
+            note = f"The other {intact} chunks that were read are intact."
+            raise IntegrityError(damage, note=note if self._verify else "")
 
     def _groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
         for name in ("arrays", "packed"):
@@ -161,8 +160,11 @@ class CheckpointReader:
         for number, request in enumerate(requests):
             if request.leaf.spec is None or request.leaf.spec.storage == "packed":
                 continue
-            if request.leaf.name is not None:
-                group.jobs.append(functools.partial(self._check_leaf_folder, request.leaf))
+            odd = self._odd_in_array(request.leaf)
+            if odd:
+                group.jobs.append(functools.partial(_report, odd))
+            if any(damage.kind == "link" for damage in odd):
+                continue
             for unit in request.plan.units:
                 self._add_unit(group, number, request, unit)
                 if 2 * group.nbytes >= self._bound:
@@ -236,19 +238,24 @@ class CheckpointReader:
             self._stores[leaf] = store
         return store
 
-    def _check_leaf_folder(self, leaf: Leaf) -> None:
-        if leaf.spec is not None and leaf.name is not None:
-            folder = contents.array_folder(self._data, leaf.name)
-            contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
+    def _odd_in_array(self, leaf: Leaf) -> list[Damage]:
+        if leaf.spec is None or leaf.name is None:
+            return []
+        folder = contents.array_folder(self._data, leaf.name)
+        return contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
 
     def _packed_groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
         """Packed shards: few large reads, each of many shards."""
         shards = list(self._packed_shards(requests))
-        left = Counter((shard.request, shard.unit) for shard in shards)
         buffers: dict[tuple[int, int], dict[int, Array]] = {}
         group = _Group()
         for process in sorted({shard.process for shard in shards}):
-            group.jobs.append(functools.partial(self._check_packed_folder, process))
+            odd = self._odd_in_packed(process)
+            if odd:
+                group.jobs.append(functools.partial(_report, odd))
+            if any(damage.kind == "link" for damage in odd):
+                shards = [shard for shard in shards if shard.process != process]
+        left = Counter((shard.request, shard.unit) for shard in shards)
         extents = {shard.process: self._extent(shard.process) for shard in shards}
         for window in windows(shards, extents):
             memory = arrays.aligned_empty((window.stop - window.start,), np.dtype(np.uint8))
@@ -306,10 +313,10 @@ class CheckpointReader:
         folder = contents.packed_folder(self._data, process)
         return arrays.open_array(folder, metadata, self._ctx, write=False)
 
-    def _check_packed_folder(self, process: int) -> None:
+    def _odd_in_packed(self, process: int) -> list[Damage]:
         packed = self._extent(process)
         files = -(-packed.nbytes // packed.shard_nbytes)
-        contents.check_folder(contents.packed_folder(self._data, process), (files,), None)
+        return contents.check_folder(contents.packed_folder(self._data, process), (files,), None)
 
     def _read_window(self, memory: Array, window: Window, placed: Sequence["_Placed"]) -> None:
         store = self._packed_store(window.process)
@@ -321,8 +328,8 @@ class CheckpointReader:
         except (FileNotFoundError, UnreadableError):
             # One by one, to tell the leaves that are lost from those that are not.
             lost = _damage_of(lambda item: self._read_packed(store, item), placed)
-        lost_paths = {damage.path for damage in lost}
-        rest = [item for item in placed if item.leaf.text not in lost_paths]
+        lost_at = {(damage.path, damage.chunk) for damage in lost}
+        rest = [item for item in placed if (item.leaf.text, item.position) not in lost_at]
         with self._clock.stage("verify"):
             lost += _damage_of(self._finish_packed, rest)
         if lost:
@@ -362,6 +369,14 @@ class _Placed:
     leaf: Leaf
     view: Array
     buffers: Mapping[int, Array] | None
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        return _position(self.shard.read, self.leaf)
+
+
+def _report(damage: Sequence[Damage]) -> None:
+    raise IntegrityError(damage)
 
 
 def _damage_of(step: Callable[["_Placed"], None], items: Sequence["_Placed"]) -> list[Damage]:

@@ -23,7 +23,7 @@ def committed_steps(root: Path, names: StepNames) -> list[int]:
     """Steps that have a manifest, ascending. A root that does not exist has none.
 
     Raises:
-        OSError: The root cannot be read.
+        OSError: The root, or the folder of a step, cannot be read.
     """
     try:
         entries = os.listdir(root)
@@ -33,7 +33,7 @@ def committed_steps(root: Path, names: StepNames) -> list[int]:
     return sorted(
         step
         for step, entry in found
-        if step is not None and os.path.lexists(root / entry / MANIFEST_FILE)
+        if step is not None and commit.is_committed(Location(root / entry))
     )
 
 

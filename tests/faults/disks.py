@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 import pytree_ckpt as pc
-from tests.faults import children, kill
+from pytree_ckpt.plan import chunking
+from tests.faults import children, kill, scenarios
 from tests.faults.children import Ended
 from tests.faults.judge import Judge, Tally
 from tests.faults.kill import Weaken
@@ -63,6 +64,7 @@ def campaign(
     stride: int = 1,
     weaken: Weaken | None = None,
     stop_early: bool = False,
+    backwards: bool = False,
 ) -> Tally:
     """Fail each operation of a scenario.
 
@@ -73,12 +75,10 @@ def campaign(
     space = faults(1).kinds == GROW
     try:
         for where, work, ended in kill.tries(
-            scenario, folder, faults, stride=stride, weaken=weaken
+            scenario, folder, faults, stride=stride, weaken=weaken, backwards=backwards
         ):
             (work / "root").mkdir(exist_ok=True)
-            found = judge.ask(
-                work / "root", scenario, scenario.expect(ended.acks), bound=space
-            )
+            found = judge.ask(work / "root", scenario, scenario.expect(ended.acks), bound=space)
             _check_error(ended, faults(1), found)
             total.add(found, where=where)
             if stop_early and not total.is_clean:
@@ -153,6 +153,7 @@ def tmpfs() -> Tally:
 
 
 def _rotate_in_little_space(root: Path, acknowledge: children.Acknowledge) -> None:
+    chunking.MAX_CHUNK_NBYTES = MIB
     with manager(root, 2) as made:
         for step in range(1, 7):
             made.save(step, _fill(step, 8 * MIB))
@@ -193,3 +194,10 @@ def _must_load(root: Path, steps: list[int], nbytes: int) -> None:
             if not np.array_equal(checkpoint["x"][:], _fill(step, nbytes)["x"]):
                 raise RuntimeError(f"step {step} has other values")
 
+
+def all_scenarios(judge: Judge, faults: Faults, stride: int) -> Tally:
+    """The campaign on all scenarios."""
+    total = Tally()
+    for scenario in scenarios.all_scenarios():
+        total.add(campaign(judge, scenario, faults, stride=stride))
+    return total

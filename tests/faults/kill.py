@@ -55,12 +55,14 @@ def tries(
     *,
     stride: int = 1,
     weaken: Weaken | None = None,
+    backwards: bool = False,
 ) -> Iterator[tuple[str, Path, Ended]]:
     """Attack a copy at each operation; name of the try, the folder of the copy, how it ended."""
     template = prepared(scenario, folder)
     operations = count(scenario, template, folder, faults(0))
     last = operations + 1
-    for at in sorted({*range(1, last + 1, stride), last}) if operations else []:
+    places = sorted({*range(1, last + 1, stride), last}, reverse=backwards)
+    for at in places if operations else []:
         work = folder / f"try-{at}"
         shutil.copytree(template, work)
         fault = faults(at)

@@ -25,7 +25,7 @@ from tests.faults.scenarios import content, is_content, manager, path_of, state
 from tests.faults.shim import Fault
 
 KEEP = 3
-FLIPPED, CUT = "flipped", "cut"
+HIDDEN, SHOWS = "hidden", "shows"
 
 
 class Machine(RuleBasedStateMachine):
@@ -56,7 +56,7 @@ class Machine(RuleBasedStateMachine):
 
     def _seen_good(self) -> list[int]:
         """Steps that a glance finds whole; a flipped bit shows only when it is read."""
-        return sorted(s for s in self.version if self.damage.get(s) != CUT)
+        return sorted(s for s in self.version if self.damage.get(s) != SHOWS)
 
     def _rotated(self, good: list[int]) -> None:
         for step in good[:-KEEP]:
@@ -85,12 +85,9 @@ class Machine(RuleBasedStateMachine):
         before = self._seen_good()
         done = self._crash(step, 0, at, overwrite=False)
         listed = set(pc.steps(self.root))
-        kept = set(before[-KEEP:] if not done else [])
-        if not done:
-            # Only the oldest may have gone, to make room.
-            must = set(before[-(KEEP - 1) :])
-            assert must <= listed, f"{sorted(must - listed)} went in a save that died"
-        del kept
+        # Only the oldest may have gone, to make room.
+        must = set(before[-(KEEP - 1) :]) | ({step} if done else set())
+        assert must <= listed, f"{sorted(must - listed)} went in a save that died"
         self._observe(listed, step, {0})
 
     @precondition(lambda self: self.version)
@@ -105,7 +102,8 @@ class Machine(RuleBasedStateMachine):
             self.version[step] = version
             self.damage.pop(step, None)
         gone = set(self.version) - listed
-        assert gone <= set(self._seen_good()[:-KEEP]), f"{gone} went in an overwrite that died"
+        may_go = sorted({*self._seen_good(), step})[:-KEEP]
+        assert gone <= set(may_go), f"{gone} went in an overwrite that died"
         self._observe(listed, step, {version})
 
     def _crash(self, step: int, version: int, at: int, *, overwrite: bool) -> bool:
@@ -126,39 +124,34 @@ class Machine(RuleBasedStateMachine):
         if step in listed and step not in self.version:
             (self.version[step],) = versions
 
-    @precondition(lambda self: self.version)
-    @rule(data=st.data())
-    def flip_a_bit(self, data: st.DataObject) -> None:
-        step = data.draw(st.sampled_from(sorted(self.version)))
+    @precondition(lambda self: set(self.version) - set(self.damage))
+    @rule(data=st.data(), bit=st.integers(0, 7))
+    def flip_a_bit_of_the_manifest(self, data: st.DataObject, bit: int) -> None:
+        step = self._whole(data)
         file = path_of(self.root, step) / "manifest.msgpack"
-        at = data.draw(st.integers(0, file.stat().st_size - 1))
-        with file.open("r+b") as stream:
-            stream.seek(at)
-            (byte,) = stream.read(1)
-            stream.seek(at)
-            stream.write(bytes([byte ^ 1 << data.draw(st.integers(0, 7))]))
-        # Two flips may undo one another; nothing is said of such a step again.
-        self.damage[step] = CUT
+        _flip(file, data.draw(st.integers(0, file.stat().st_size - 1)), bit)
+        self.damage[step] = SHOWS
 
-    @precondition(lambda self: self.version)
+    @precondition(lambda self: set(self.version) - set(self.damage))
+    @rule(data=st.data(), bit=st.integers(0, 7))
+    def flip_a_bit_of_the_data(self, data: st.DataObject, bit: int) -> None:
+        step = self._whole(data)
+        files = sorted(path_of(self.root, step).glob("data-*/arrays/*/c.*"))
+        # The first bytes of a file are elements, the last ones its index.
+        _flip(data.draw(st.sampled_from(files)), data.draw(st.integers(0, 1000)), bit)
+        self.damage[step] = HIDDEN
+
+    @precondition(lambda self: set(self.version) - set(self.damage))
     @rule(data=st.data())
-    def damage_data(self, data: st.DataObject) -> None:
-        step = data.draw(st.sampled_from(sorted(set(self.version) - set(self.damage)) or [0]))
-        if step == 0:
-            return
-        files = sorted(path_of(self.root, step).glob("data-*/*/*/c.*"))
+    def cut_a_file(self, data: st.DataObject) -> None:
+        step = self._whole(data)
+        files = sorted(path_of(self.root, step).glob("data-*/arrays/*/c.*"))
         file = data.draw(st.sampled_from(files))
-        if data.draw(st.booleans()):
-            os.truncate(file, file.stat().st_size - 1)
-            self.damage[step] = CUT if "arrays" in file.parts else FLIPPED
-            return
-        with file.open("r+b") as stream:
-            stream.write(bytes(byte ^ 1 for byte in stream.read(1)))
-            stream.seek(0)
-            first = stream.read(1)
-            stream.seek(0)
-            stream.write(bytes([first[0] ^ 1]))
-        self.damage[step] = FLIPPED
+        os.truncate(file, data.draw(st.integers(0, file.stat().st_size - 1)))
+        self.damage[step] = SHOWS
+
+    def _whole(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(set(self.version) - set(self.damage))))
 
     @precondition(lambda self: len(self.version) > 1)
     @rule(data=st.data())
@@ -174,7 +167,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: set(self.version) - set(self.damage))
     @rule(data=st.data(), devices=st.integers(1, 2))
     def load_on_other_devices(self, data: st.DataObject, devices: int) -> None:
-        step = data.draw(st.sampled_from(sorted(set(self.version) - set(self.damage))))
+        step = self._whole(data)
         assert self.judge.call(_reshard, self.root, step, self.version[step], devices)
 
     @invariant()
@@ -186,8 +179,16 @@ class Machine(RuleBasedStateMachine):
             if step not in self.damage:
                 assert found == version, f"step {step}: {found}, not version {version}"
             else:
-                assert found is not None, f"step {step} has values that were never saved"
+                assert isinstance(found, str), f"step {step} is damaged, and loads"
         assert len(list(self.root.glob("step_*/data-*"))) <= KEEP + len(self.damage) + 1
+
+
+def _flip(file: Path, at: int, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        (byte,) = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte ^ 1 << bit]))
 
 
 def _save(root: Path, step: int, version: int, overwrite: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.faults import disks, kill, replay
+from tests.faults import disks, kill, power, replay
 from tests.faults.judge import Judge, Tally
 from tests.faults.scenarios import Scenario, deletion, first_save, overwrite, rotation
 
@@ -32,17 +32,21 @@ class Mutant:
     edits: Sequence[tuple[str, str, str]] = ()
     make: Callable[[], None] | None = None
     scenarios: Sequence[Callable[[], Scenario]] = field(default=(first_save, overwrite))
-    campaigns: Sequence[str] = ("kill", "replay")
+    campaigns: Sequence[str] = ("replay", "kill", "power")
 
-    def weaken(self) -> None:
-        """Weaken the code of this process."""
+    def sources(self) -> dict[str, str]:
+        """The weakened source of each module."""
         sources: dict[str, str] = {}
         for name, old, new in self.edits:
             source = sources.get(name) or inspect.getsource(importlib.import_module(name))
             if source.count(old) != 1:
                 raise RuntimeError(f"{name} does not have this text once: {old!r}")
             sources[name] = source.replace(old, new)
-        for name, source in sources.items():
+        return sources
+
+    def weaken(self) -> None:
+        """Weaken the code of this process."""
+        for name, source in self.sources().items():
             _replace(importlib.import_module(name), source, self.name)
         if self.make is not None:
             self.make()
@@ -50,7 +54,9 @@ class Mutant:
 
 def _replace(module: ModuleType, source: str, name: str) -> None:
     """Run a module's new source in it, and give what is new to all who imported the old."""
-    old = {id(value): key for key, value in vars(module).items() if not isinstance(value, ModuleType)}
+    old = {
+        id(value): key for key, value in vars(module).items() if not isinstance(value, ModuleType)
+    }
     kept = list(vars(module).values())  # so that no id is used again
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     for other in [m for n, m in sys.modules.items() if n.partition(".")[0] == "pytree_ckpt"]:
@@ -101,7 +107,11 @@ def data_after_the_commit() -> None:
 
 UNSYNCED_CHUNKS = (ARRAYS, '"file_io_sync": True', '"file_io_sync": False')
 UNSYNCED_FOLDERS = (DISK, "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)\n", "    return\n")
-UNSYNCED_FILES = (DISK, "view[os.write(fd, view) :]\n        os.fsync(fd)\n", "view[os.write(fd, view) :]\n")
+UNSYNCED_FILES = (
+    DISK,
+    "view[os.write(fd, view) :]\n        os.fsync(fd)\n",
+    "view[os.write(fd, view) :]\n",
+)
 FOLDERS_FIRST = """        disk.fsync_dir(self.folder)
         disk.fsync_dir(path)
         disk.fsync_above(path, made=self._made)
@@ -134,7 +144,9 @@ ALL = [
     Mutant(name="chunks are not synced", edits=[UNSYNCED_CHUNKS]),
     Mutant(
         name="the table is not synced",
-        edits=[(WRITING, TABLE, "contents.table_file(self._data, self._process).write_bytes(data)")],
+        edits=[
+            (WRITING, TABLE, "contents.table_file(self._data, self._process).write_bytes(data)")
+        ],
     ),
     Mutant(
         name="the manifest is not synced",
@@ -143,7 +155,7 @@ ALL = [
     Mutant(name="no folder is synced before the manifest", edits=[(COMMIT, FOLDERS_FIRST, "")]),
     Mutant(
         name="the folder is not synced after the manifest",
-        edits=[(COMMIT, "True\n        disk.fsync_dir(path)\n", "True\n")],
+        edits=[(COMMIT, "        disk.fsync_dir(path)\n        reclaim(", "        reclaim(")],
     ),
     Mutant(
         name="with K = 1 the old step goes before the commit",
@@ -161,9 +173,7 @@ ALL = [
         scenarios=[deletion],
     ),
     Mutant(name="the manifest is written in place", edits=[(COMMIT, WRITE_TEMPORARY, IN_PLACE)]),
-    Mutant(
-        name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]
-    ),
+    Mutant(name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]),
     Mutant(name="table and manifest before the data", make=data_after_the_commit),
     Mutant(
         name="digests of two chunks change places in the table",
@@ -196,24 +206,36 @@ ALL = [
 ]
 
 
-def catch(judge: Judge, mutant: Mutant, *, stride: int, most: int) -> dict[str, str]:
-    """Which campaigns catch a mutant, and what they say; those that do not, with no text."""
+def catch(
+    judge: Judge, mutant: Mutant, *, stride: int, most: int, all_campaigns: bool
+) -> dict[str, str]:
+    """Which campaigns catch a mutant, and what they say; for one that does not, no text.
+
+    Unless `all_campaigns`, none is tried after the first that does.
+    """
     attacks: dict[str, Campaign] = {
+        "replay": lambda s: replay.campaign(
+            judge, s, most=most, weaken=mutant.weaken, stop_early=True
+        ),
         "kill": lambda s: kill.campaign(
             judge, s, stride=stride, weaken=mutant.weaken, stop_early=True
         ),
-        "replay": lambda s: replay.campaign(
-            judge, s, most=most, weaken=mutant.weaken, stop_early=True
+        "power": lambda s: power.campaign(
+            judge, s, power.ALL[0], stride=8, weaken=mutant.weaken, stop_early=True
         ),
         "restart": lambda s: replay.restart_campaign(
             judge, s, most=25, weaken=mutant.weaken, stop_early=True, backwards=True
         ),
         "disk": lambda s: disks.campaign(
-            judge, s, disks.refused, weaken=mutant.weaken, stop_early=True
+            judge, s, disks.refused, weaken=mutant.weaken, stop_early=True, backwards=True
         ),
     }
     caught: dict[str, str] = {}
-    for name in mutant.campaigns:
+    for name in attacks:
+        if name not in mutant.campaigns or (any(caught.values()) and not all_campaigns):
+            continue
+        if name == "power" and power.why_not(power.ALL[0]) is not None:
+            continue
         caught[name] = ""
         for scenario in mutant.scenarios:
             found = attacks[name](scenario())

@@ -1,7 +1,9 @@
 """Real power cuts: file systems in images, shut down at each operation without a flush."""
 
+import fcntl
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from tests.faults.kill import Weaken
 from tests.faults.scenarios import Scenario
 from tests.faults.shim import Fault
 
+SHUTDOWN = 0x8004587D
 LOSES_LOG, FLUSHES_LOG = 2, 1
 """What the cut does to the log of the file system: it is lost, or was just written."""
 
@@ -138,6 +141,8 @@ def _cut(
         plug = os.open(place, os.O_RDONLY)
         act = kill.acting(scenario, weaken)
         ended = children.run(act, place / "root", below=place, fault=fault, plug_fd=plug)
+        if not ended.killed:
+            fcntl.ioctl(plug, SHUTDOWN, struct.pack("I", storage.flag))
         os.close(plug)
     with _mounted(storage, image, folder) as place:
         (place / "root").mkdir(exist_ok=True)

@@ -229,24 +229,27 @@ def _walk(
 
 
 def states(
-    history: History, *, start: int, stride: int, extra: int, seed: int
+    history: History, *, start: int, extra: int, seed: int, thin: float = 1
 ) -> Iterator[tuple[int, tuple[str, ...], Tree]]:
-    """Distinct crash states: number of operations issued, what was acknowledged, the tree."""
+    """Distinct crash states: number of operations issued, what was acknowledged, the tree.
+
+    With `thin` below 1, about that part of them.
+    """
     rng = random.Random(seed)
     seen: set[int] = set()
     operations = history.operations
-    for issued in range(start, len(operations) + 1, stride):
+    for issued in range(start, len(operations) + 1):
         done = operations[:issued]
         acks = tuple(o.name for o in done if o.kind == "note")
         sure, open_ = pending_at(done)
-        plans = [
-            [done[i] for i in sorted({*sure, *some})] for some in choices(open_, extra, rng)
-        ]
+        plans = [[done[i] for i in sorted({*sure, *some})] for some in choices(open_, extra, rng)]
         everything = [o for o in done if o.kind not in ("sync", "note")]
         for at in open_:
             for part in done[at].parts():
-                plans.append([part if o is done[at] else o for o in everything])
+                plans += [[part if o is done[at] else o for o in everything]]
         for plan in plans:
+            if rng.random() > thin:
+                continue
             tree = build(history, plan)
             key = hash((acks, tree))
             if key not in seen:
@@ -308,7 +311,6 @@ def campaign(
     judge: Judge,
     scenario: Scenario,
     *,
-    stride: int = 1,
     extra: int = 40,
     most: int | None = None,
     weaken: Weaken | None = None,
@@ -319,7 +321,8 @@ def campaign(
     folder = children.scratch()
     try:
         history, _ = record(scenario, folder, weaken=weaken)
-        found = sample(states(history, start=0, stride=stride, extra=extra, seed=0), most)
+        thin = 1 if most is None or most > 100 else 0.3
+        found = sample(states(history, start=0, extra=extra, seed=0, thin=thin), most)
         for number, (issued, acks, tree) in enumerate(found):
             work = folder / f"state-{number}"
             write_tree(tree, work)
@@ -378,7 +381,7 @@ def restart_campaign(
     stop_early: bool = False,
     backwards: bool = False,
 ) -> Tally:
-    """Kill before each sync of a folder, go on with the next save, and judge the crash states of that."""
+    """Kill before each sync of a folder; judge the crash states of the next save."""
     total = Tally()
     folder = children.scratch()
     try:
@@ -410,7 +413,7 @@ def _restarted(
     base = scenario.expect(notes)
     good = frozenset(steps_in(build(history, history.operations[:start])))
     for number, (issued, acks, tree) in enumerate(
-        sample(states(history, start=start, stride=1, extra=extra, seed=at), most)
+        sample(states(history, start=start, extra=extra, seed=at), most)
     ):
         work = folder / f"state-{number}"
         write_tree(tree, work)

@@ -52,7 +52,17 @@ def build() -> Path:
     if not built.exists():
         folder.mkdir(mode=0o700, exist_ok=True)
         made = folder / f"{key}.{os.getpid()}.tmp"
-        command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl", "-lpthread"]
+        command = [
+            "cc",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(made),
+            str(SOURCE),
+            "-ldl",
+            "-lpthread",
+        ]
         subprocess.run(command, check=True)
         made.rename(built)
     return built

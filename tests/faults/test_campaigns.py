@@ -1,0 +1,58 @@
+"""A little of each campaign; `make faults-short` tries more, and `make faults` everything."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import mutants, shim
+from tests.faults.mutants import Mutant
+
+REPOSITORY = Path(__file__).parents[2]
+needs_shim = pytest.mark.skipif(shim.why_missing() is not None, reason=str(shim.why_missing()))
+
+
+def outcome(*campaigns: str) -> str:
+    only = [word for name in campaigns for word in ("--only", name)]
+    command = [sys.executable, "-m", "tests.faults", "--size", "tiny", *only]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    print(ended.stdout)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@needs_shim
+def test_a_kill_loses_nothing() -> None:
+    assert "kill: rotation, K = 1" in outcome("kill", "torn")
+
+
+@needs_shim
+def test_no_crash_state_loses_anything() -> None:
+    assert "crash states: overwrite" in outcome("replay", "restart")
+
+
+@needs_shim
+def test_a_failing_disk_loses_nothing() -> None:
+    assert "EIO on each fsync" in outcome("disk")
+
+
+@needs_shim
+def test_no_damage_is_silent() -> None:
+    assert "damage: zstd" in outcome("damage")
+
+
+@needs_shim
+def test_of_several_writers_one_wins_and_readers_see_whole_checkpoints() -> None:
+    assert "3 writers on one root" in outcome("race", "readers")
+
+
+@needs_shim
+def test_random_sequences_do_what_the_model_says() -> None:
+    assert "state machine" in outcome("machine")
+
+
+@pytest.mark.parametrize("mutant", mutants.ALL, ids=lambda mutant: mutant.name)
+def test_a_mutant_still_fits_the_code(mutant: Mutant) -> None:
+    for source in mutant.sources().values():
+        compile(source, mutant.name, "exec")
