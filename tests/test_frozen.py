@@ -17,7 +17,8 @@ FROZEN = ["v1_raw", "v1_zstd"]
 
 def expected(name: str) -> dict[str, Any]:
     spec = importlib.util.spec_from_file_location("make_v1", DATA / "make_v1.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     state = module.expected()

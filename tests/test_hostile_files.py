@@ -485,7 +485,6 @@ HOSTILE_MANIFESTS: dict[str, Change] = {
     "axis that the mesh lacks": set_sharding("named", spec=[["pipe"]]),
     "axis used twice": set_sharding("named", spec=[["data"], ["data"]]),
     "axis that is a number": set_sharding("named", spec=[[1]]),
-    "spec with an empty end": set_sharding("named", spec=[["data"], []]),
     "spec longer than the array": set_sharding("named", spec=[[], [], [], ["data"]]),
     "sharding 99": set_spec(sharding=99),
     "sharding -1": set_spec(sharding=-1),
@@ -777,14 +776,10 @@ def test_more_chunks_than_the_tables_have_digests_of_are_refused_before_they_are
     base: Checkpoint, tmp_path: Path, shard: int, chunk: int
 ) -> None:
     path = base.craft(tmp_path / "ckpt", manifest=huge(shard, chunk))
-    for read in (
-        pc.read_manifest,
-        pc.load,
-        pc.open,
-        pc.verify if hasattr(pc, "verify") else pc.load,
-    ):
+    for read in (pc.read_manifest, pc.load, pc.open):
         with pytest.raises(pc.FormatError, match="chunks"):
             read(path)
+    assert not pc.verify(path).ok
 
 
 def test_a_table_claimed_to_be_huge_bears_out_nothing(base: Checkpoint, tmp_path: Path) -> None:
@@ -798,28 +793,28 @@ def test_a_table_claimed_to_be_huge_bears_out_nothing(base: Checkpoint, tmp_path
 
 
 def test_more_chunks_than_64_bits_count_are_refused(base: Checkpoint, tmp_path: Path) -> None:
-    """Four arrays of 2**62 chunks: their sum, cut to 64 bits, is zero."""
+    """Sixteen arrays of 2**60 chunks: their sum, cut to 64 bits, is zero."""
 
     def manifest(content: Content) -> None:
         spec = spec_of(content, "array") | {
             "kind": "numpy",
             "sharding": None,
             "dtype": "uint8",
-            "shape": [2**62],
-            "shard_shape": [2**62],
+            "shape": [2**60],
+            "shard_shape": [2**60],
             "chunk_shape": [1],
         }
         one_leaf(content)
         content.update(
             arrays=[spec],
-            leaves=struct.pack("<4i", 0, 0, 0, 0),
+            leaves=bytes(4 * 16),
             values=[],
-            names=["a", "b", "c", "d"],
+            names=[f"a{number}" for number in range(16)],
             tree={
-                "kinds": bytes([4, 0, 0, 0, 0]),
-                "counts": np.array([4, 0, 0, 0, 0], "<u4").tobytes(),
-                "key_kinds": bytes([2] * 4),
-                "keys": [0, 1, 2, 3],
+                "kinds": bytes([4] + [0] * 16),
+                "counts": np.array([16] + [0] * 16, "<u4").tobytes(),
+                "key_kinds": bytes([2] * 16),
+                "keys": list(range(16)),
             },
         )
 
@@ -827,8 +822,8 @@ def test_more_chunks_than_64_bits_count_are_refused(base: Checkpoint, tmp_path: 
         nothing = {"leaf": b"", "shard": b"", "offset": b"", "digests": b""}
         content.update(
             arrays={
-                "leaf": np.arange(4, dtype="<u4").tobytes(),
-                "shard": np.zeros(4, "<u8").tobytes(),
+                "leaf": np.arange(16, dtype="<u4").tobytes(),
+                "shard": np.zeros(16, "<u8").tobytes(),
                 "offset": b"",
                 "digests": b"",
             },

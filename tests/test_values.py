@@ -300,7 +300,9 @@ def test_the_value_of_a_process_is_no_other_leaf(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [np.ones(2), {1: 2}, {1, 2}, object(), 2**64, [[object()]]], ids=str
+    "value",
+    [np.ones(2), {1: 2}, {1, 2}, object(), 2**64, [[object()]]],
+    ids=["array", "int key", "set", "object", "large int", "object within"],
 )
 def test_the_value_of_a_process_must_be_plain_data(tmp_path: Path, value: Any) -> None:
     with pytest.raises(pc.UnsupportedLeafError) as error:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_OS_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
+"""As TensorStore 0.1.86 writes it, and as 0.1.76 does."""
 _BY_STATUS = {
     "NOT_FOUND": errno.ENOENT,
     "PERMISSION_DENIED": errno.EACCES,

@@ -167,7 +167,10 @@ def _campaigns(
                 ),
             )
     elif name == "race":
-        yield "3 writers on one root", lambda: writers.race(processes=3, steps=size.race_steps)
+        yield (
+            "3 writers on one root",
+            lambda: writers.race(judge, processes=3, steps=size.race_steps),
+        )
     elif name == "readers":
         yield "loads meanwhile", lambda: writers.readers(seconds=size.readers_s)
     elif name == "machine":

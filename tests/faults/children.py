@@ -35,7 +35,6 @@ class Ended:
     operations: int = 0
     killed: bool = False
     hung: bool = False
-    growth: str = ""
 
 
 def scratch() -> Path:
@@ -122,10 +121,13 @@ def _follow(pid: int, reader: int, kill_after_s: float | None) -> Ended:
     _, status = os.waitpid(pid, 0)
     told = [json.loads(line) for line in data.splitlines() if line.endswith(b"]")]
     errors = [what for kind, what in told if kind == "error"]
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if number not in (0, signal.SIGKILL):
+        errors.append([["Signal"], f"it died of {signal.Signals(number).name}"])
     return Ended(
         acks=[what for kind, what in told if kind == "ack"],
         error=tuple(errors[0]) if errors else None,
         operations=next((what for kind, what in told if kind == "count"), 0),
-        killed=os.WIFSIGNALED(status) and not hung,
+        killed=number == signal.SIGKILL and not hung,
         hung=hung,
     )
