@@ -341,17 +341,26 @@ def test_a_call_that_cannot_save_is_refused_at_once_and_leaves_nothing(tmp_path:
     assert snapshot(tmp_path) == before
 
 
-def test_metrics_and_metadata_are_those_of_the_call(tmp_path: Path, gate: Gate) -> None:
-    manager = manager_of(tmp_path, background=True, keep=pc.Keep(best=("loss", "min", 1)))
-    metrics, metadata = {"loss": np.float32(0.5)}, {"epoch": [1]}
-    manager.save(1, state(1), metrics=metrics, metadata=metadata)
-    metrics["loss"] = np.float32(9)
+def test_metrics_and_metadata_are_those_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = pc.Keep(last=1, best=("loss", "min", 1))
+    manager = manager_of(tmp_path, background=True, keep=keep)
+    manager.save(1, state(1), metrics={"loss": 1.0})
+    manager.wait()
+    gate = Gate()
+    before_writing(monkeypatch, gate.pass_through)
+    metrics, metadata = {"loss": jnp.float32(0.5)}, {"epoch": [1]}
+    manager.save(2, state(2), metrics=metrics, metadata=metadata)
+    metrics["loss"].delete()
+    metrics["loss"] = jnp.float32(9)
     metadata["epoch"].append(2)
     gate.open()
     manager.wait()
-    manifest = pc.read_manifest(pc.step_path(tmp_path, 1))
+    manifest = pc.read_manifest(pc.step_path(tmp_path, 2))
     assert manifest.metrics == {"loss": 0.5}
     assert manifest.metadata == {"epoch": [1]}
+    assert manager.steps() == [2]
 
 
 # --- the order of steps ---------------------------------------------------------------------------
