@@ -124,6 +124,8 @@ def numpy_arrays() -> dict[str, np.ndarray]:
         "strided": grid[::3, 1::4],
         "backwards": grid[::-1, ::-1],
         "columns": grid.T,
+        "square": grid[:12, :12],
+        "square_turned": grid[:12, :12].T,  # at the same place, of the same shape
         "fortran": np.asfortranarray(grid[:, :7]),
         "read_only": frozen,
         "bytes": base.view(np.uint8)[8:80],

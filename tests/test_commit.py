@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -894,6 +895,40 @@ def test_a_load_that_begins_while_a_committed_save_still_cleans_up_waits_or_read
     pc.save(path, state_of(3), overwrite=True)
     assert number_of(opened[0].to_numpy()) == 2
     opened[0].close()
+
+
+def test_a_reader_that_comes_right_after_the_commit_gets_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest has its name, and the writer still has the folder for itself."""
+    path = tmp_path / "ckpt"
+    pc.save(path, state_of(1))
+    opened: list[pc.Checkpoint] = []
+    refused = threading.Event()
+    flock, replace = fcntl.flock, os.replace
+    reader = threading.Thread(target=lambda: opened.append(pc.open(path)))
+
+    def flock_and_tell(fd: int, operation: int) -> None:
+        try:
+            flock(fd, operation)
+        except BlockingIOError:
+            refused.set()
+            raise
+
+    def replace_and_let_one_read(source: Any, target: Any) -> None:
+        replace(source, target)
+        if not opened and not reader.is_alive():
+            reader.start()
+            assert refused.wait(PATIENCE_S)
+
+    monkeypatch.setattr(fcntl, "flock", flock_and_tell)
+    monkeypatch.setattr(os, "replace", replace_and_let_one_read)
+    pc.save(path, state_of(2), overwrite=True)
+    reader.join(PATIENCE_S)
+    pc.save(path, state_of(3), overwrite=True)
+    (checkpoint,) = opened
+    assert number_of(checkpoint.to_numpy()) == 2
+    checkpoint.close()
 
 
 def test_a_closed_checkpoint_says_so(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ for where, wrap in read.items():
 """
 
 
-def run_python(code: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess:
+def run_python(code: str, *arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=Path(pc.__file__).parents[1],

@@ -17,11 +17,11 @@ MIN_SLICE_NBYTES = MIB
 
 
 def cut(shape: Shape, itemsize: int, *, max_nbytes: int, min_parts: int = 1) -> Shape:
-    """Shape of equal parts of an array, each of at most about `max_nbytes`.
+    """Shape of equal parts of an array, each of about `max_nbytes`, at most half as much again.
 
     Leading dimensions are cut first, because then a part is one byte range of the array. A
-    dimension is cut only into a number of parts that divides it; where its divisors would make
-    parts much smaller than asked for, the parts stay larger.
+    dimension is cut only into a number of parts that divides it. Smaller parts are taken down to
+    a sixteenth; where no divisor serves, the next dimension is cut too, or parts stay larger.
 
     Example:
         >>> cut((4096, 4096), 4, max_nbytes=16 << 20)
@@ -33,27 +33,39 @@ def cut(shape: Shape, itemsize: int, *, max_nbytes: int, min_parts: int = 1) -> 
     for dim, extent in enumerate(shape):
         nbytes = math.prod(part) * itemsize
         done = math.prod(shape) // max(math.prod(part), 1)
-        wanted = max(-(-nbytes // max_nbytes), -(-min_parts // done))
+        pieces = -(-min_parts // done)
+        wanted = max(-(-nbytes // max_nbytes), pieces)
         if wanted <= 1:
             break
-        part[dim] = extent // _parts(extent, wanted)
+        least = max(-(-2 * nbytes // (3 * max_nbytes)), pieces)
+        parts = _parts(extent, least, wanted)
+        part[dim] = extent // parts
+        if extent > 1 and least <= parts:
+            break
     return tuple(part)
 
 
 @functools.lru_cache(maxsize=4096)
-def _parts(extent: int, wanted: int) -> int:
-    """A divisor of `extent` near `wanted`: the next above, unless the next below is nearer."""
-    above, below = extent, 1
-    for small in range(1, math.isqrt(extent) + 1):
-        if extent % small == 0:
-            for divisor in (small, extent // small):
-                if divisor >= wanted:
-                    above = min(above, divisor)
-                else:
-                    below = max(below, divisor)
-    if above < wanted:
-        return above
-    return above if above <= 8 * wanted else below
+def _parts(extent: int, least: int, wanted: int) -> int:
+    """A divisor of `extent`: the first from `wanted` on, or a smaller one that is enough.
+
+    If the first is more than sixteen times `wanted`, the greatest below `least`.
+    """
+    divisors = sorted(
+        divisor
+        for small in range(1, math.isqrt(extent) + 1)
+        if extent % small == 0
+        for divisor in {small, extent // small}
+    )
+    above = [divisor for divisor in divisors if divisor >= wanted]
+    enough = [divisor for divisor in divisors if least <= divisor < wanted]
+    if above and above[0] <= 2 * wanted:
+        return above[0]
+    if enough:
+        return enough[-1]
+    if above and above[0] <= 16 * wanted:
+        return above[0]
+    return [divisor for divisor in divisors if divisor < least or divisor == 1][-1]
 
 
 def shard_shape(cell: Shape, itemsize: int, *, holders: int) -> Shape:

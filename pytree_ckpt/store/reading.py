@@ -133,7 +133,8 @@ class CheckpointReader:
         damage: list[Damage] = []
         # Built before the threads share it.
         _ = self.index
-        with Workers(self._threads, "pytree_ckpt-load") as pool:
+        # One more than processors, because each waits for TensorStore before it hashes.
+        with Workers(self._threads + 1, "pytree_ckpt-load") as pool:
             ahead: deque[tuple[_Group, list[Future[None]]]] = deque()
             try:
                 for group in self._groups(requests):
