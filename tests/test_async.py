@@ -334,6 +334,19 @@ def test_a_failure_in_the_background_is_raised_by_result(
     pc.save_async(tmp_path / "new" / "ckpt", {"w": np.arange(4)}).result()
 
 
+def test_a_failure_counts_as_seen_only_once_the_save_has_ended(
+    tmp_path: Path, full_disk: FullDisk, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever looks just before the end silences the report without having seen anything."""
+    pending = pc.save_async(tmp_path / "ckpt", {"w": np.arange(4)})
+    seen: list[object] = []
+    monkeypatch.setattr("atexit.register", lambda _: seen.append(pending.exception()))
+    gate.open()
+    pending.wait()
+    assert seen == [None]
+    assert isinstance(pending.exception(), OSError)
+
+
 def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
     tmp_path: Path, full_disk: FullDisk
 ) -> None:
