@@ -204,6 +204,14 @@ def test_32_dimensions_are_saved_and_more_are_refused_by_name(tmp_path: Path) ->
     assert not (tmp_path / "more").exists()
 
 
+def test_a_large_array_may_have_31_dimensions(tmp_path: Path) -> None:
+    large = np.arange(1 << 20, dtype=np.uint8).reshape((1,) * 30 + (1 << 20,))
+    check_round_trip(tmp_path / "most", {"a": large})
+    with pytest.raises(pc.UnsupportedLeafError, match="31: reshape it"):
+        pc.save(tmp_path / "more", {"a": large[None]})
+    assert not (tmp_path / "more").exists()
+
+
 # --- placement ------------------------------------------------------------------------------
 
 

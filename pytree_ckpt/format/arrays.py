@@ -16,6 +16,8 @@ STORAGES: tuple[Storage, ...] = ("array", "packed", "empty")
 """A Zarr array of its own; shards in the packed arrays of the processes; no bytes at all."""
 CODECS = ("raw", "zstd")
 MAX_NDIM = 32
+MAX_ZARR_NDIM = 31
+"""Most dimensions of an array that is not packed; TensorStore shards no more."""
 MAX_ARRAY_BYTES = 1 << 60
 
 

@@ -8,13 +8,14 @@ import numpy as np
 
 from pytree_ckpt.errors import UnsupportedLeafError
 from pytree_ckpt.format import dtypes, values
-from pytree_ckpt.format.arrays import MAX_NDIM
+from pytree_ckpt.format.arrays import MAX_NDIM, MAX_ZARR_NDIM
 from pytree_ckpt.format.manifest import PER_PROCESS, VALUE
 from pytree_ckpt.format.paths import Path, to_text
 from pytree_ckpt.format.per_process import PerProcess
 from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.format.values import Value
 from pytree_ckpt.jaxio import keys, shardings, trees
+from pytree_ckpt.plan.chunking import PACK_BELOW_NBYTES
 from pytree_ckpt.plan.saving import ArrayForm
 
 MAX_VALUE_BYTES = 1 << 20
@@ -114,10 +115,9 @@ class _Leaves:
     def _jax(self, index: int, array: jax.Array) -> int:
         if array.is_deleted():
             raise _RefusedError("is an array that was deleted (donated to a jitted function?)")
-        if array.ndim > MAX_NDIM:
-            raise _RefusedError(f"has {array.ndim} dimensions, more than {MAX_NDIM}")
         if keys.is_key_dtype(array.dtype):
             return self._keys(index, array)
+        _check_rank(array)
         self.arrays[index] = array
         mark = (array.dtype, array.shape, array.sharding, _is_weak(array), _is_committed(array))
         code = self._known.get(mark)
@@ -129,6 +129,7 @@ class _Leaves:
                 f"has keys of {array.dtype}, an implementation that JAX cannot find by its name"
             )
         data = keys.data_of(array)
+        _check_rank(data)
         self.arrays[index] = data
         mark = (array.dtype, data.shape, data.sharding, False, _is_committed(array))
         code = self._known.get(mark)
@@ -158,8 +159,7 @@ class _Leaves:
         code = self._known.get(mark)
         if code is not None:
             return code
-        if array.ndim > MAX_NDIM:
-            raise _RefusedError(f"has {array.ndim} dimensions, more than {MAX_NDIM}")
+        _check_rank(array)
         name = _dtype_name(array.dtype)
         return self._add(mark, ArrayForm(kind=kind, dtype=name, shape=array.shape, sharding=None))
 
@@ -167,6 +167,13 @@ class _Leaves:
         self._known[mark] = len(self.forms)
         self.forms.append(form)
         return len(self.forms) - 1
+
+
+def _check_rank(array: Any) -> None:
+    """Refuse what Zarr cannot hold; small arrays are packed and may have a dimension more."""
+    most = MAX_NDIM if array.nbytes < PACK_BELOW_NBYTES else MAX_ZARR_NDIM
+    if array.ndim > most:
+        raise _RefusedError(f"has {array.ndim} dimensions, more than {most}: reshape it")
 
 
 def _is_weak(array: Any) -> bool:
