@@ -155,10 +155,6 @@ class FolderLock:
         except FileNotFoundError:
             return False
 
-    @property
-    def is_open(self) -> bool:
-        return self._fd is not None or self.state == "unsupported"
-
     def share(self) -> None:
         """Let readers in; another writer still stays out."""
         if self._fd is not None and self.state == "held":
