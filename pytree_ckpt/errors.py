@@ -45,13 +45,23 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One place where the bytes of a checkpoint are not what its manifest says."""
+    """One place where the bytes of a checkpoint are not what its manifest says.
+
+    Attributes:
+        path: The leaf, None where it is not about one.
+        file: The file, where it is about a whole one.
+        chunk: Position in the grid of the chunks of the leaf.
+        box: Start and stop of the damaged elements, in each dimension of the leaf.
+        devices: Ids of the devices that held them when they were saved.
+    """
 
     path: str | None
     kind: DamageKind
     text: str
     file: str | None = None
     chunk: tuple[int, ...] | None = None
+    box: tuple[tuple[int, int], ...] | None = None
+    devices: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.text

@@ -1,10 +1,13 @@
 """Settings of a save and of a load, with their invariants."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 MIB = 1 << 20
 
+Progress = Callable[[int, int], None]
+"""Is told the bytes done and the bytes in all, from any thread."""
 DigestName = Literal["sha256", "xxh3_128"]
 CodecName = Literal["raw", "zstd"]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pytree_ckpt.format import dtypes
-from pytree_ckpt.format.boxes import Grid, Shape
-from pytree_ckpt.format.shardings import Sharding
+from pytree_ckpt.format.boxes import Box, Grid, Shape
+from pytree_ckpt.format.shardings import Sharding, cell_of, devices_of
 
 ArrayKind = Literal["jax", "key", "numpy", "scalar"]
 ARRAY_KINDS: tuple[ArrayKind, ...] = ("jax", "key", "numpy", "scalar")
@@ -64,6 +64,7 @@ class ArraySpec:
             raise ValueError(f"an array of {self.shape} stored as {self.storage}")
         if self.codec not in CODECS:
             raise ValueError(f"codec {self.codec!r} is not known to this release")
+        Grid(self.shape, cell_of(self.sharding, self.shape))  # that it can be
         shards, chunks = self.shards, Grid(self.shard_shape, self.chunk_shape)
         if any(s % c for s, c in zip(self.shard_shape, self.chunk_shape, strict=True)):
             raise ValueError(f"chunks of {self.chunk_shape} do not divide {self.shard_shape}")
@@ -98,6 +99,10 @@ class ArraySpec:
     @property
     def num_shards(self) -> int:
         return self.shards.size
+
+    def devices_of(self, box: Box) -> tuple[int, ...]:
+        """Ids of the devices that held a part of `box`, ascending."""
+        return devices_of(self.sharding, self.shape, box)
 
     @property
     def num_chunks(self) -> int:

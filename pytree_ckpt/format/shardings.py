@@ -8,7 +8,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from pytree_ckpt.format.boxes import Shape
+from pytree_ckpt.format.boxes import Box, Grid, Shape
 
 SpecEntry = tuple[str, ...]
 Spec = tuple[SpecEntry, ...]
@@ -174,6 +174,19 @@ def holders(sharding: Sharding | None, shape: Shape) -> dict[int, list[int]]:
             return found
         case Named():
             return _named_holders(sharding, len(shape))
+
+
+def devices_of(sharding: Sharding | None, shape: Shape, box: Box) -> tuple[int, ...]:
+    """Ids of the devices that hold a part of `box`, ascending; none for an array of the host.
+
+    Example:
+        >>> mesh = Mesh(axis_names=("x",), axis_sizes=(2,), axis_types=("Auto",), device_ids=(4, 5))
+        >>> devices_of(Named(mesh=mesh, spec=(("x",),)), (8,), Box((0,), (3,)))
+        (4,)
+    """
+    held = holders(sharding, shape)
+    cells = Grid(shape, cell_of(sharding, shape)).overlapping(box)
+    return tuple(sorted({device for cell in cells for device in held.get(cell, ())}))
 
 
 def _named_holders(sharding: Named, ndim: int) -> dict[int, list[int]]:

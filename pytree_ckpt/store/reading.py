@@ -50,17 +50,20 @@ class Request:
 
 
 class ReadStats:
-    """What a reader has read so far."""
+    """What a reader has read so far; `on_read` is told the bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_read: Callable[[int], None] | None) -> None:
         self.nbytes = 0
         self.chunks = 0
+        self._on_read = on_read
         self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
             self.nbytes += nbytes
             self.chunks += 1
+            if self._on_read is not None:
+                self._on_read(self.nbytes)
 
 
 class CheckpointReader:
@@ -78,10 +81,11 @@ class CheckpointReader:
         verify: bool,
         options: LoadOptions,
         clock: StageClock | None = None,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         self._clock = clock or StageClock()
         self.manifest = manifest
-        self.stats = ReadStats()
+        self.stats = ReadStats(on_read)
         self._data = root / manifest.data_dir
         self._verify = verify
         self._threads = thread_count(options.threads)
@@ -228,9 +232,15 @@ class CheckpointReader:
     def _chunk_damage(
         self, kind: DamageKind, text: str, leaf: Leaf, read: ChunkRead
     ) -> IntegrityError:
-        return IntegrityError(
-            [Damage(path=leaf.text, kind=kind, text=text, chunk=_position(read, leaf))]
+        damage = Damage(
+            path=leaf.text,
+            kind=kind,
+            text=text,
+            chunk=_position(read, leaf),
+            box=tuple(zip(read.box.start, read.box.stop, strict=True)),
+            devices=() if leaf.spec is None else leaf.spec.devices_of(read.box),
         )
+        return IntegrityError([damage])
 
     def _store(self, leaf: int, name: str, spec: ArraySpec) -> ts.TensorStore:
         store = self._stores.get(leaf)

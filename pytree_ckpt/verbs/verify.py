@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pytree_ckpt.errors import Damage, FormatError, IntegrityError
 from pytree_ckpt.format.manifest import Leaf, Manifest
-from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.options import LoadOptions, Progress
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
 from pytree_ckpt.store import commit, contents
 from pytree_ckpt.store.locations import Location, PathLike, locate
@@ -41,7 +41,11 @@ class VerifyReport:
 
 
 def verify(
-    path: PathLike, *, quick: bool = False, options: LoadOptions | None = None
+    path: PathLike,
+    *,
+    quick: bool = False,
+    options: LoadOptions | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Check every digest of a checkpoint, in bounded memory.
 
@@ -49,6 +53,7 @@ def verify(
         path: The checkpoint.
         quick: Look only at the manifest, the tables, and which files are there with what size.
         options: Memory bound and threads.
+        progress: Is told how many bytes are checked.
 
     Raises:
         NotFoundError: No committed checkpoint is there.
@@ -68,7 +73,7 @@ def verify(
     except FormatError as error:
         return _unreadable(location, str(error))
     with lock:
-        return _verify(location, manifest, quick, options or LoadOptions())
+        return _verify(location, manifest, quick, options or LoadOptions(), progress)
 
 
 def _unreadable(location: Location, text: str) -> VerifyReport:
@@ -83,7 +88,11 @@ def _unreadable(location: Location, text: str) -> VerifyReport:
 
 
 def _verify(
-    location: Location, manifest: Manifest, quick: bool, options: LoadOptions
+    location: Location,
+    manifest: Manifest,
+    quick: bool,
+    options: LoadOptions,
+    progress: Progress | None,
 ) -> VerifyReport:
     # TensorStore takes a third of a second to import, which a damaged manifest does not need.
     from pytree_ckpt.store.reading import CheckpointReader, Request
@@ -93,7 +102,13 @@ def _verify(
     unchecked: tuple[str, ...] = ()
     chunks = nbytes = 0
     try:
-        reader = CheckpointReader(location.path, manifest, verify=True, options=options)
+        reader = CheckpointReader(
+            location.path,
+            manifest,
+            verify=True,
+            options=options,
+            on_read=progress and (lambda nbytes: progress(nbytes, manifest.nbytes)),
+        )
         _ = reader.index
         if quick:
             damage += contents.missing_files(data, manifest)

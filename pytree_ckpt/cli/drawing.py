@@ -1,0 +1,38 @@
+"""What commands print for people, as rich's tables, trees and blocks."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pytree_ckpt.errors import Damage
+from pytree_ckpt.pictures.text import count_text, plain, size_text
+from pytree_ckpt.verbs.verify import VerifyReport
+
+
+def of_verify(report: VerifyReport) -> RenderableType:
+    """A line for the checkpoint, and one for each damage."""
+    state, style = ("whole", "green") if report.ok else ("damaged", "bold red")
+    head = Text.assemble(
+        (state, style),
+        f"  {plain(report.path)}: {count_text(report.chunks, 'chunk')}, "
+        f"{size_text(report.nbytes)} checked",
+    )
+    left = [Text(f"not checked: {plain(what)}", style="yellow") for what in report.unchecked]
+    return Group(head, *([_damage(report.damage)] if report.damage else []), *left)
+
+
+def _damage(damage: tuple[Damage, ...]) -> Table:
+    found = table("leaf", "box", "devices", "damage")
+    for item in damage:
+        box = "" if item.box is None else "[" + ", ".join(f"{a}:{b}" for a, b in item.box) + "]"
+        row = (item.path or "", box, " ".join(map(str, item.devices)), item.text)
+        found.add_row(*map(plain, row))
+    return found
+
+
+def table(*columns: str) -> Table:
+    """A table without borders, whose cells are never cut off."""
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        found.add_column(column, overflow="fold")
+    return found

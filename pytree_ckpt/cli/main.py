@@ -1,0 +1,40 @@
+"""The command `pytree-ckpt`: its commands, and what becomes of errors.
+
+Only click is imported here, so that `--help` and completion are quick: a command imports what it
+needs when it runs.
+"""
+
+from typing import Any
+
+import click
+
+from pytree_ckpt import __version__
+from pytree_ckpt.cli.check import verify_command
+from pytree_ckpt.cli.failures import INTERRUPTED, end_quietly, exit_code
+from pytree_ckpt.cli.output import emit_error
+from pytree_ckpt.errors import CheckpointError
+
+
+class Commands(click.Group):
+    """A group whose commands may raise what the library raises."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:
+            ctx.exit(end_quietly())
+        except (CheckpointError, OSError) as error:
+            emit_error(ctx, error)
+            ctx.exit(exit_code(error))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="pytree-ckpt")
+def main() -> None:
+    """Look into, prove and compare checkpoints; no accelerator and no JAX is needed."""
+
+
+main.add_command(verify_command)
