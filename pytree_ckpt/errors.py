@@ -98,6 +98,10 @@ class FormatError(CheckpointError, ValueError):
     """A file is not a checkpoint file, is of a version that this release cannot read, or lies."""
 
 
+class NewerFormatError(FormatError):
+    """A checkpoint that is not damaged, but was written by a release that knows more than this."""
+
+
 class UnsupportedLeafError(CheckpointError, TypeError):
     """Leaves that cannot be saved or asked for, each with its path; nothing was written."""
 

@@ -184,6 +184,41 @@ def be_preempted(root: str, when: str, here: str, go: str) -> None:
     raise AssertionError("nobody stopped this run")
 
 
+def be_preempted_at_the_end(root: str, when: str, here: str, go: str) -> None:
+    """No call of `save` comes after the word to stop."""
+    reached, told = Line(here), Line(go)
+
+    def meet() -> None:
+        reached.tell()
+        told.wait()
+
+    with pc.CheckpointManager(root, on_sigterm=True) as own:
+        if when == "while it closes":
+            act_before(*POINTS["before its commit"], meet)
+        own.save(1, state(1))
+        if when == "after the last save":
+            own.wait()
+            meet()
+    raise AssertionError("nobody stopped this run")
+
+
+def follow_the_sync_point(root: str, port: int, here: str) -> None:
+    """JAX hears SIGTERM, and says some steps later when to stop."""
+    jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+    own = pc.CheckpointManager(root, save_every=1_000_000, on_sigterm=True)
+    for step in range(1, 1_000_000):
+        if step == 5:
+            Line(here).tell()
+        pace.wait(0.01)
+        if own.should_save(step):
+            own.save(step, state(step))
+    raise AssertionError("nobody stopped this run")
+
+
+pace = threading.Event()
+"""Never set: a step takes a moment."""
+
+
 def be_told_twice(root: str, here: str, go: str) -> None:
     """The last save never ends, and the loop waits for it."""
     reached, told = Line(here), Line(go)

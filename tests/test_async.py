@@ -360,13 +360,6 @@ def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
     np.testing.assert_array_equal(load(tmp_path / "ckpt")["w"], np.zeros(3))
 
 
-def test_a_path_through_a_file_fails_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="file"):
-        pc.save_async(tmp_path / "file" / "ckpt", {"w": np.arange(4)}).result()
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no memory"), SystemExit(3)])
 def test_whatever_ends_a_save_is_raised_by_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -408,9 +401,10 @@ DELETED = "deleted"
         (lambda path: pc.save_async(path, 1, metadata={"x": object()}), TypeError, "metadata"),
         (lambda path: pc.save_async(path.parent / "taken", 1), pc.ExistsError, "overwrite=True"),
         (lambda path: pc.save_async(path.parent / "file", 1), pc.ExistsError, "is a file"),
+        (lambda path: pc.save_async(path.parent / "file" / "x", 1), NotADirectoryError, "file"),
         (lambda path: pc.save_async("s3://bucket/x", 1), pc.CheckpointError, "s3://"),
     ],
-    ids=["unsupported", "deleted", "metadata", "exists", "file", "url"],
+    ids=["unsupported", "deleted", "metadata", "exists", "file", "below a file", "url"],
 )
 def test_what_is_wrong_with_the_call_is_raised_by_the_call(
     tmp_path: Path, call: Call, error: type[Exception], says: str
@@ -423,6 +417,18 @@ def test_what_is_wrong_with_the_call_is_raised_by_the_call(
         call(tmp_path / "ckpt")
     assert threading.active_count() == threads
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_read_only_file_system_is_named_by_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, os.ST_RDONLY, 255))
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    monkeypatch.setattr(os, "supports_effective_ids", {os.access})
+    monkeypatch.setattr(os, "statvfs", lambda _: flags)
+    with pytest.raises(OSError, match="Read-only file system") as error:
+        pc.save_async(tmp_path / "a" / "ckpt", {"w": np.arange(4)})
+    assert (error.value.errno, error.value.filename) == (errno.EROFS, str(tmp_path))
 
 
 def _deleted() -> jax.Array:

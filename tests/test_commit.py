@@ -965,6 +965,10 @@ try_it("open", lambda: int(pc.open(ckpt)["large"][3, 4]))
 try_it("steps", lambda: pc.steps(root / "readable"))
 try_it("save beside", lambda: pc.save(root / "readable" / "new", state_of(2)))
 try_it("save into", lambda: pc.save(ckpt, state_of(2), overwrite=True))
+try_it("save in the background", lambda: str(pc.save_async(root / "readable" / "new", state_of(2))))
+own = pc.CheckpointManager(root / "readable")
+try_it("save by a manager", lambda: str(own.save(2, state_of(2))))
+own.close()
 try_it("save below", lambda: pc.save(root / "readable" / "a" / "b", state_of(2)))
 try_it("writable below read-only", lambda: pc.save(root / "readable" / "own", state_of(2)).values)
 try_it("load own", lambda: pc.load(root / "readable" / "own")["step"])
@@ -1006,6 +1010,8 @@ def test_a_read_only_checkpoint_is_read_and_a_read_only_folder_is_not_written(
         assert found["open"] == 1
         assert found["steps"] == [1]
         for name in ("save beside", "save into", "save below", "unreadable", "unreadable root"):
+            assert found[name][0] == "PermissionError", name
+        for name in ("save in the background", "save by a manager"):  # by the call, not later
             assert found[name][0] == "PermissionError", name
         assert found["unreadable chunk"][0] == "PermissionError"
         assert found["writable below read-only"] == [2]

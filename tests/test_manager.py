@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import msgpack
 import numpy as np
 import pytest
 
 import pytree_ckpt as pc
-from pytree_ckpt.store import roots
+from pytree_ckpt.store import disk, roots
 from pytree_ckpt.store.commit import Attempt
 from tests.gates import PATIENCE_S, FullDisk, Gate, after_writing, before_writing
 from tests.test_steps import make_foreign
@@ -108,6 +109,11 @@ def flip_a_bit(root: Path, step: int) -> None:
 
 def cut_the_manifest(root: Path, step: int) -> None:
     os.truncate(pc.step_path(root, step) / "manifest.msgpack", 40)
+
+
+def as_a_newer_release(root: Path, step: int) -> None:
+    file = pc.step_path(root, step) / "manifest.msgpack"
+    file.write_bytes(msgpack.packb({**msgpack.unpackb(file.read_bytes()), "version": 2}))
 
 
 Damage = Callable[[Path, int], None]
@@ -472,6 +478,22 @@ def test_a_decision_can_be_looked_at_without_deleting(tmp_path: Path) -> None:
     assert list(by_age.decision(now=time.time() + 3601).kept) == [3]
     assert list(manager_of(tmp_path, keep=None).decision().kept) == [1, 2, 3]
     assert snapshot(tmp_path) == before
+
+
+def test_a_decision_says_which_steps_are_damaged_and_left(tmp_path: Path) -> None:
+    save_steps(tmp_path, 4, 5, 6, 7, keep=None)
+    flip_a_bit(tmp_path, 7)
+    manager = manager_of(tmp_path, keep=pc.Keep(last=1))
+    assert restored(manager, on_damage="previous") == 6
+    lose_a_file(tmp_path, 6)
+    decision = manager.decision()
+    assert (list(decision.kept), list(decision.dropped), list(decision.left)) == ([5], [4], [6, 7])
+    lines = str(decision).splitlines()
+    assert lines[:2] == ["keep 5: newest 1", "drop 4: no rule keeps it"]
+    assert lines[2].startswith("leave 6: ")
+    assert "is missing" in lines[2]
+    assert lines[3].startswith("leave 7: marked as damaged")
+    assert list(manager_of(tmp_path, keep=None).decision().left) == [6, 7]
 
 
 class DiskWatch:
@@ -900,6 +922,50 @@ def test_an_explicit_step_falls_back_only_to_those_before_it(tmp_path: Path) -> 
     with pytest.raises(pc.IntegrityError, match=r"No step of .* up to 20 is whole"):
         manager.restore(step=20, on_damage="previous")
     assert restored(manager) == 30
+
+
+def test_what_a_newer_release_wrote_is_not_damaged_and_not_skipped(tmp_path: Path) -> None:
+    """To go on from an older step in silence would lose what was trained since."""
+    manager = save_steps(tmp_path, 10, 20, keep=pc.Keep(last=1, pinned={10}))
+    as_a_newer_release(tmp_path, 20)
+    before = snapshot(tmp_path)
+    for on_damage in ("raise", "previous"):
+        with pytest.raises(pc.NewerFormatError, match="format version 2") as error:
+            manager.restore(on_damage=on_damage)
+        assert "step 20 is not damaged" in error.value.__notes__[0]
+    with pytest.raises(pc.NewerFormatError):
+        pc.verify(pc.step_path(tmp_path, 20))
+    assert snapshot(tmp_path) == before
+    assert manager.latest_step() == 20
+    assert restored(manager, step=10) == 10
+    assert "format version 2" in manager.decision().left[20]
+    with pytest.raises(pc.ExistsError, match="latest step 20"):
+        manager.save(15, state(15))
+    manager.save(30, state(30))
+    manager.save(40, state(40))
+    assert manager.steps() == [10, 20, 40]
+
+
+def test_a_step_that_cannot_be_read_is_not_damaged_and_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = save_steps(tmp_path, 10, 20, keep=pc.Keep(last=1))
+    read = disk.read_file
+
+    def refuse(path: Path, **limits: int) -> bytes:
+        if path == pc.step_path(tmp_path, 20) / "manifest.msgpack":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path, **limits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "read_file", refuse)
+        with pytest.raises(PermissionError):
+            manager.restore(on_damage="previous")
+        assert manager.latest_step() == 20
+        assert list(manager.decision().left) == [20]
+        manager.save(30, state(30))
+    assert manager.steps() == [20, 30]
+    assert loads(tmp_path, 20)
 
 
 def test_a_target_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,6 +177,36 @@ def test_sigterm_while_the_loop_waits_for_a_save_makes_the_next_one_the_last(
     assert run.end() == 143, run.stderr
     assert newest(root) == 40
     assert pc.steps(root) == [30, 40]
+
+
+@pytest.mark.parametrize("when", ["after the last save", "while it closes"])
+def test_sigterm_after_the_last_save_leaves_it_whole_and_stops_at_the_end(
+    processes: Runs, root: Path, tmp_path: Path, here: Line, go: Line, when: str
+) -> None:
+    run = processes.start(runs.be_preempted_at_the_end, tmp_path, root, when, here.path, go.path)
+    here.wait()
+    run.kill(signal.SIGTERM)
+    go.tell()
+    assert run.end() == 143, run.stderr
+    assert "AssertionError" not in run.stderr
+    assert newest(root) == 1
+    assert_nothing_is_left_over(root)
+
+
+def test_where_jax_listens_for_sigterm_its_sync_point_is_the_last_step(
+    processes: Runs, root: Path, tmp_path: Path, here: Line
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = processes.start(runs.follow_the_sync_point, tmp_path, root, port, here.path)
+    here.wait()
+    run.kill(signal.SIGTERM)
+    assert run.end() == 143, run.stderr
+    (step,) = pc.steps(root)
+    assert step > 5
+    assert f"step {step} of {root} is the last" in run.stderr
+    assert newest(root) == step
 
 
 def test_a_second_sigterm_ends_the_process_and_leaves_the_step_before(

@@ -211,6 +211,20 @@ def make_foreign(root: Path) -> None:
     (root / "checkpoint").write_text("step_00000500")
 
 
+def test_the_steps_of_another_prefix_and_width_are_found_by_it(tmp_path: Path) -> None:
+    names = {"prefix": "ppo_networks_", "width": 3}
+    for step in (7, 12, 4000):
+        save(pc.step_path(tmp_path, step, **names), step)
+    save(pc.step_path(tmp_path, 5), 5)
+    assert sorted(os.listdir(tmp_path))[:2] == ["ppo_networks_007", "ppo_networks_012"]
+    assert pc.steps(tmp_path, **names) == [7, 12, 4000]
+    assert pc.latest_step(tmp_path, **names) == 4000
+    assert pc.steps(tmp_path) == [5]
+    assert pc.steps(tmp_path, prefix="ppo_networks_", width=4) == [4000]
+    with pytest.raises(ValueError, match="prefix"):
+        pc.steps(tmp_path, prefix="../")
+
+
 def test_foreign_files_folders_and_links_are_no_steps(tmp_path: Path) -> None:
     for step in (100, 200, 300):
         save(pc.step_path(tmp_path, step))

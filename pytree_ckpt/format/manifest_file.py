@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pytree_ckpt.errors import FormatError
+from pytree_ckpt.errors import NewerFormatError
 from pytree_ckpt.format import values, wire
 from pytree_ckpt.format.arrays import ARRAY_KINDS, STORAGES, ArraySpec
 from pytree_ckpt.format.manifest import Manifest, TableRef
@@ -121,14 +121,15 @@ def from_bytes(data: bytes, *, what: str) -> Manifest:
     """The manifest in a file.
 
     Raises:
-        FormatError: Not a manifest, of a newer version, damaged, or in breach of the format.
+        NewerFormatError: Of a newer version, or in need of features that are not known here.
+        FormatError: Not a manifest, damaged, or in breach of the format.
     """
     content, digest = wire.unseal("manifest", data, what=what)
     with Reader.errors(what):
         reader = Reader(content, what)
         required = reader.texts("required")
         if required:
-            raise FormatError(
+            raise NewerFormatError(
                 f"{what} needs features that this release does not have: {', '.join(required)}"
             )
         shardings = _shardings_from_wire(reader, what)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgpack
 
-from pytree_ckpt.errors import FormatError
+from pytree_ckpt.errors import FormatError, NewerFormatError
 
 FORMAT = "pytree_ckpt"
 VERSION = 1
@@ -149,7 +149,8 @@ def unseal(kind: FileKind, data: bytes, *, what: str) -> tuple[Any, bytes]:
     """The content of a metadata file and its id, after version, digest and limits are checked.
 
     Raises:
-        FormatError: Too large, not a file of this kind, a newer version, or damaged.
+        NewerFormatError: A newer version.
+        FormatError: Too large, not a file of this kind, or damaged.
     """
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(f"{what} has {len(data)} bytes, the limit is {MAX_FILE_BYTES}")
@@ -160,7 +161,8 @@ def unseal(kind: FileKind, data: bytes, *, what: str) -> tuple[Any, bytes]:
         raise FormatError(f"{what} is not a {FORMAT} file")
     version = outer.get("version")
     if version != VERSION or isinstance(version, bool):
-        raise FormatError(
+        is_newer = isinstance(version, int) and version > VERSION
+        raise (NewerFormatError if is_newer else FormatError)(
             f"{what} has format version {version!r}, this release reads version {VERSION}; "
             "a newer pytree_ckpt may read it"
         )

@@ -1,6 +1,7 @@
 """This process among the others."""
 
 import jax
+from jax.experimental import multihost_utils
 
 
 def process_index() -> int:
@@ -26,3 +27,14 @@ def device_count() -> int:
 def platform() -> str:
     """Such as "cpu", "gpu", "tpu"."""
     return str(jax.default_backend())
+
+
+def has_preemption_service() -> bool:
+    """Whether JAX listens for SIGTERM, and tells all processes when to stop."""
+    enabled = getattr(jax.config, "jax_enable_preemption_service", True)
+    return bool(enabled and jax.distributed.is_initialized())
+
+
+def reached_sync_point(number: int) -> bool:
+    """Whether all processes are to stop at their call with this number, one above the last."""
+    return bool(multihost_utils.reached_preemption_sync_point(number))

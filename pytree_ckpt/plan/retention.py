@@ -71,14 +71,20 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """For each step why it is kept, or why it goes."""
+    """For each step why it is kept, or why it goes.
+
+    What is damaged, or cannot be read, is `left`: no rule counts it, and nothing deletes it.
+    """
 
     kept: Mapping[int, str]
     dropped: Mapping[int, str]
+    left: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"keep {step}: {why}" for step, why in self.kept.items()]
-        return "\n".join([*lines, *(f"drop {step}: {why}" for step, why in self.dropped.items())])
+        groups = (("keep", self.kept), ("drop", self.dropped), ("leave", self.left))
+        return "\n".join(
+            f"{verb} {step}: {why}" for verb, steps in groups for step, why in steps.items()
+        )
 
 
 def decide(

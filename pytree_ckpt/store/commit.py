@@ -27,7 +27,8 @@ def read_manifest(location: Location) -> Manifest:
 
     Raises:
         NotFoundError: Nothing there, not a checkpoint, or a save that never committed.
-        FormatError: The manifest is damaged, of a newer version, or a link.
+        NewerFormatError: A newer release wrote it.
+        FormatError: The manifest is damaged, or a link.
     """
     file = location.path / MANIFEST_FILE
     try:
@@ -99,12 +100,18 @@ _BUSY_S = 0.05
 
 
 def check_free(location: Location, *, overwrite: bool) -> None:
-    """Raise an `ExistsError` if there is a file, or a checkpoint that must not be replaced."""
+    """Raise at once what a save to this place would run into, as far as a glance tells.
+
+    Raises:
+        ExistsError: There is a file, or a checkpoint that must not be replaced.
+        OSError: The place cannot be written.
+    """
     path = location.path
     if path.exists() and not path.is_dir():
         raise ExistsError(f"{path} is a file; a checkpoint needs a folder")
     if is_committed(location) and not overwrite:
         raise ExistsError(f"{path} already holds a checkpoint; pass overwrite=True to replace it")
+    disk.check_writable(path)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,26 @@ def fsync_above(path: Path, *, made: Collection[Path]) -> None:
             return
 
 
+def check_writable(path: Path) -> None:
+    """Raise what making files in a folder would raise, as far as a glance tells.
+
+    A folder that is missing is made, so what counts is the one above it.
+
+    Raises:
+        OSError: A read-only file system, no permission, or a file in the way.
+    """
+    at = path
+    while not at.exists():
+        at = at.parent
+    code = 0
+    if not at.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(at, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        code = errno.EROFS if os.statvfs(at).f_flag & os.ST_RDONLY else errno.EACCES
+    if code:
+        raise OSError(code, os.strerror(code), str(at))
+
+
 def make_dirs(path: Path) -> list[Path]:
     """Make a folder and what is missing above it.
 

@@ -5,9 +5,10 @@ import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from pytree_ckpt.errors import CheckpointError
+from pytree_ckpt.errors import CheckpointError, NewerFormatError, NotFoundError
 from pytree_ckpt.format.manifest import MANIFEST_FILE, Manifest
 from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.store import commit, contents, disk
@@ -39,12 +40,18 @@ def committed_steps(root: Path, names: StepNames) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepState:
-    """A committed step as a glance shows it: its manifest, or what is wrong with it."""
+    """A committed step as a glance shows it: its manifest, or what is wrong with it.
+
+    Attributes:
+        is_damaged: The trouble is damage. Otherwise the step may be whole, but cannot be read now,
+            or not by this release.
+    """
 
     step: int
-    manifest: Manifest | None
-    trouble: str | None
     is_link: bool
+    manifest: Manifest | None = None
+    trouble: str | None = None
+    is_damaged: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -57,21 +64,27 @@ def look(root: Path, names: StepNames) -> list[StepState]:
     Raises:
         OSError: The root cannot be read.
     """
-    return [_look_at(root / names.name(step), step) for step in committed_steps(root, names)]
+    found = (_look_at(root / names.name(step), step) for step in committed_steps(root, names))
+    return [state for state in found if state is not None]
 
 
-def _look_at(path: Path, step: int) -> StepState:
-    is_link = path.is_symlink()
+def _look_at(path: Path, step: int) -> StepState | None:
+    """A step, None if it has just been deleted."""
+    state = partial(StepState, step=step, is_link=path.is_symlink())
     if is_marked(path):
-        text = f"marked as damaged, see {path / QUARANTINE_FILE}"
-        return StepState(step=step, manifest=None, trouble=text, is_link=is_link)
+        return state(trouble=f"marked as damaged, see {path / QUARANTINE_FILE}", is_damaged=True)
     try:
         manifest = commit.read_manifest(Location(path))
         damage = contents.missing_files(path / manifest.data_dir, manifest)
-    except (CheckpointError, OSError) as error:
-        return StepState(step=step, manifest=None, trouble=str(error), is_link=is_link)
-    trouble = str(damage[0]) if damage else None
-    return StepState(step=step, manifest=manifest, trouble=trouble, is_link=is_link)
+    except NotFoundError:
+        return None
+    except (NewerFormatError, OSError) as error:
+        return state(trouble=str(error))
+    except CheckpointError as error:
+        return state(trouble=str(error), is_damaged=True)
+    if damage:
+        return state(manifest=manifest, trouble=str(damage[0]), is_damaged=True)
+    return state(manifest=manifest)
 
 
 def quarantine(path: Path, reason: str) -> None:

@@ -25,7 +25,7 @@ def read_manifest(path: PathLike) -> Manifest:
 
     Raises:
         NotFoundError: No committed checkpoint is there.
-        FormatError: The manifest is damaged or of a newer version.
+        FormatError: The manifest is damaged, or (`NewerFormatError`) of a newer release.
     """
     return commit.read_manifest(locate(path))
 
@@ -37,7 +37,7 @@ def open_checkpoint(
 
     Raises:
         NotFoundError: No committed checkpoint is there.
-        FormatError: The manifest is damaged or of a newer version.
+        FormatError: The manifest is damaged, or (`NewerFormatError`) of a newer release.
 
     Example:
         >>> import tempfile, numpy as np, pytree_ckpt as pc

@@ -56,7 +56,7 @@ def load(
         MismatchError: The target does not fit, with every reason; no array data was read.
         IntegrityError: The bytes are not those that were saved, with every damaged chunk.
         NotFoundError: No committed checkpoint is there.
-        FormatError: The manifest is damaged or of a newer version.
+        FormatError: The manifest is damaged, or (`NewerFormatError`) of a newer release.
         UnsupportedLeafError: The target has leaves that ask for nothing storable.
 
     Example:

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
@@ -14,18 +14,20 @@ from pytree_ckpt.errors import (
     ExistsError,
     FormatError,
     IntegrityError,
+    NewerFormatError,
     NotFoundError,
 )
 from pytree_ckpt.format.steps import StepNames, checked_step
 from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan import retention
-from pytree_ckpt.plan.retention import Decision, Keep, StepInfo
+from pytree_ckpt.plan.retention import Decision, Keep
 from pytree_ckpt.store import roots
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.store.roots import StepState
 from pytree_ckpt.verbs.load import load
 from pytree_ckpt.verbs.pending import PendingSave
-from pytree_ckpt.verbs.preemption import Preempted, Sigterm
+from pytree_ckpt.verbs.preemption import Preempted, listen
+from pytree_ckpt.verbs.rotation import Rotation, infos_of
 from pytree_ckpt.verbs.save import start_save
 
 _LOG = logging.getLogger("pytree_ckpt")
@@ -47,7 +49,9 @@ class CheckpointManager:
         prefix, width: How steps are named; `step_00001000` by default.
         background: Write in the background. False makes `save` return when it is durable.
         on_sigterm: Take SIGTERM as a preemption: the next `save` saves whatever the step, waits,
-            and raises `Preempted`. Only in the main thread.
+            and raises `Preempted`; if there is none, `close` does once the last save is durable.
+            Only in the main thread. Where `jax.distributed` is initialized before, JAX's
+            preemption sync point decides: all processes stop at the same call.
         save_options, load_options: As `save` and `load` take them.
 
     With neither `save_every` nor `save_every_seconds` every call of `save` saves.
@@ -81,15 +85,17 @@ class CheckpointManager:
                 raise ValueError(f"{name} must be positive, not {value!r}")
         self._root = locate(root).path
         self._keep = keep
+        self._names = StepNames(prefix=prefix, width=width)
+        self._rotation = Rotation(self._root, self._names, keep)
         self._save_every = save_every
         self._save_every_seconds = save_every_seconds
-        self._names = StepNames(prefix=prefix, width=width)
         self._background = background
         self._save_options = save_options
         self._load_options = load_options
         self._pending: PendingSave | None = None
         self._last_saved = time.monotonic()
-        self._sigterm = Sigterm() if on_sigterm else None
+        self._last_step: int | None = None
+        self._notice = listen() if on_sigterm else None
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -98,15 +104,15 @@ class CheckpointManager:
         checked_step(step)
         if self._save_every is None and self._save_every_seconds is None:
             return True
-        if self._is_preempted():
+        if self._must_stop():
             return True
         if self._save_every is not None and step % self._save_every == 0:
             return True
         due = self._save_every_seconds
         return due is not None and time.monotonic() - self._last_saved >= due
 
-    def _is_preempted(self) -> bool:
-        return self._sigterm is not None and self._sigterm.received
+    def _must_stop(self) -> bool:
+        return self._notice is not None and self._notice.came()
 
     def save(
         self,
@@ -146,7 +152,7 @@ class CheckpointManager:
         number = checked_step(step)
         if not force and not self.should_save(number):
             return None
-        preempted = self._is_preempted()
+        preempted = self._must_stop()
         if preempted and self._pending is not None:
             self._pending.wait()
         elif skip_if_busy and self._pending is not None and not self._pending.done():
@@ -162,17 +168,16 @@ class CheckpointManager:
             metadata=metadata,
             metrics=numbers,
             options=self._save_options,
-            before=lambda: self._make_room(number),
-            after=lambda: self._rotate(number, numbers),
+            before=lambda: self._rotation.make_room(number),
+            after=lambda: self._rotation.rotate(number, numbers),
             started=started,
         )
-        self._last_saved = time.monotonic()
-        preempted = preempted or self._is_preempted()
+        self._last_saved, self._last_step = time.monotonic(), number
+        preempted = preempted or self._must_stop()
         if preempted or not self._background:
             self.wait()
         if preempted:
-            _LOG.warning("SIGTERM came: step %d of %s is the last", number, self._root)
-            raise Preempted(number)
+            raise self._preempted()
         return pending
 
     def _check_order(self, step: int, *, overwrite: bool) -> bool:
@@ -206,7 +211,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Committed steps that are not known to be damaged, ascending."""
-        return [state.step for state in self._look() if state.is_good]
+        return [state.step for state in self._look() if not state.is_damaged]
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`, None if there is none."""
@@ -215,23 +220,15 @@ class CheckpointManager:
 
     def best_step(self, metric: str, mode: retention.BestMode = "min") -> int | None:
         """The step with the best value of a metric, None if no step has it."""
-        best = retention.best_of(_infos(self._look()), (metric, mode, 1))
+        best = retention.best_of(infos_of(self._look()), (metric, mode, 1))
         return best[0].step if best else None
 
     def decision(self, *, now: float | None = None) -> Decision:
         """What `keep` would keep and delete now, and why; nothing is deleted."""
-        return self._decide(self._look(), now)
+        return self._rotation.decision(now=now)
 
     def _look(self) -> list[StepState]:
         return roots.look(self._root, self._names)
-
-    def _decide(self, states: list[StepState], now: float | None = None) -> Decision:
-        infos = _infos(states)
-        if self._keep is None:
-            return Decision(kept={info.step: "all are kept" for info in infos}, dropped={})
-        linked = {state.step: "reached through a link" for state in states if state.is_link}
-        moment = time.time() if now is None else now
-        return retention.decide(infos, self._keep, now=moment, protected=linked)
 
     # --- restoring ------------------------------------------------------------------------------
 
@@ -257,6 +254,7 @@ class CheckpointManager:
 
         Raises:
             NotFoundError: There is no such step, or no step at all.
+            NewerFormatError: A newer release wrote the step: it is not damaged, and not skipped.
             IntegrityError: The step, or with `on_damage="previous"` every step up to it, is
                 damaged.
             OSError: The root cannot be read.
@@ -279,6 +277,11 @@ class CheckpointManager:
                     partial=partial,
                     options=self._load_options,
                 )
+            except NewerFormatError as error:
+                error.add_note(
+                    f"step {number} is not damaged, and not skipped; step= loads another one"
+                )
+                raise
             except (IntegrityError, FormatError) as error:
                 if on_damage == "raise":
                     error.add_note(
@@ -309,47 +312,6 @@ class CheckpointManager:
 
     # --- deleting -------------------------------------------------------------------------------
 
-    def _make_room(self, step: int) -> None:
-        """Ahead of writing `step`, delete what `keep` will not keep once it is there.
-
-        One good checkpoint always stays, and so do the best: `step` may yet fail.
-        """
-        with self._not_at_the_cost_of(step):
-            roots.reclaim(self._root, self._names)
-            self._apply(step, {}, protect_last=True)
-
-    def _rotate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After the commit of `step`, delete what `keep` does not keep."""
-        with self._not_at_the_cost_of(step):
-            roots.unmark(self._root / self._names.name(step))
-            self._apply(step, metrics, protect_last=False)
-
-    def _apply(self, step: int, metrics: Mapping[str, float], *, protect_last: bool) -> None:
-        if self._keep is None:
-            return
-        states = self._look()
-        infos = [info for info in _infos(states) if info.step != step]
-        protected = {state.step: "reached through a link" for state in states if state.is_link}
-        protected[step] = "just saved"
-        if protect_last and infos:
-            protected[infos[-1].step] = "the last one is never deleted"
-        infos.append(StepInfo(step=step, created=time.time(), metrics=metrics))
-        decision = retention.decide(infos, self._keep, now=time.time(), protected=protected)
-        if decision.dropped:
-            roots.settle(self._root, self._names, [n for n in decision.kept if n != step])
-        for number in decision.dropped:
-            with self._not_at_the_cost_of(step):
-                if not roots.delete(self._root / self._names.name(number)):
-                    _LOG.warning("step %d of %s is in use and stays", number, self._root)
-
-    @contextmanager
-    def _not_at_the_cost_of(self, step: int) -> Iterator[None]:
-        """Log what cannot be deleted: it must not cost the run the step that it saves."""
-        try:
-            yield
-        except (OSError, CheckpointError) as error:
-            _LOG.warning("saving step %d, old steps could not be deleted: %s", step, error)
-
     def rollback(self, step: int) -> list[int]:
         """Delete every step above `step`, newest first; they are gone for good.
 
@@ -372,16 +334,40 @@ class CheckpointManager:
     # --- ending ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save under way and let go of SIGTERM."""
-        if self._sigterm is not None:
-            self._sigterm.release()
-        self.wait()
+        """Wait for the save under way and let go of SIGTERM.
+
+        Raises:
+            Preempted: SIGTERM came since the last call of `save`; what it saved is durable.
+            Exception: What the save under way failed with.
+        """
+        self._end()
+        if self._notice is not None and self._notice.is_open:
+            raise self._preempted()
+
+    def _end(self) -> None:
+        try:
+            self.wait()
+        finally:
+            if self._notice is not None:
+                self._notice.release()
+
+    def _preempted(self) -> Preempted:
+        if self._notice is not None:
+            self._notice.is_open = False
+        _LOG.warning("SIGTERM came: step %s of %s is the last", self._last_step, self._root)
+        return Preempted(self._last_step)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        # An error that ends the loop tells more than that it was to end anyway.
+        if kind is None:
+            self.close()
+        else:
+            self._end()
 
     def __repr__(self) -> str:
         try:
@@ -389,11 +375,3 @@ class CheckpointManager:
         except OSError as error:
             steps = f"unreadable: {error}"
         return f"CheckpointManager({str(self._root)!r}, steps={steps}, keep={self._keep})"
-
-
-def _infos(states: list[StepState]) -> list[StepInfo]:
-    return [
-        StepInfo(step=s.step, created=s.manifest.created, metrics=s.manifest.metrics)
-        for s in states
-        if s.is_good and s.manifest is not None
-    ]

@@ -1,18 +1,67 @@
-"""SIGTERM as a preemption: it is noted, and acted on at the next save."""
+"""Preemption: the notice that the process must stop, which is acted on at the next save."""
 
 import signal
 import threading
 from types import FrameType
+from typing import Protocol
+
+from pytree_ckpt.jaxio import processes
 
 EXIT_CODE_PREEMPTED = 128 + signal.SIGTERM
 
 
 class Preempted(SystemExit):
-    """The process was told to stop, and the state is saved. Uncaught it exits with code 143."""
+    """The process was told to stop, and the state is saved. Uncaught it exits with code 143.
 
-    def __init__(self, step: int) -> None:
+    Attributes:
+        step: The last step that was saved, None if there is none.
+    """
+
+    def __init__(self, step: int | None) -> None:
         self.step = step
         super().__init__(EXIT_CODE_PREEMPTED)
+
+
+class Notice(Protocol):
+    """Word that the process must stop. `is_open` while it came and was not acted on."""
+
+    is_open: bool
+
+    def came(self) -> bool:
+        """Whether to stop at this call, or at one before."""
+
+    def release(self) -> None:
+        """Listen no more."""
+
+
+def listen() -> Notice:
+    """Listen for SIGTERM, or to JAX where that does.
+
+    Raises:
+        ValueError: Not in the main thread.
+    """
+    if processes.has_preemption_service():
+        return SyncPoint()
+    return Sigterm()
+
+
+class SyncPoint:
+    """JAX's word, on which all processes stop at the same call: they must call equally often."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._came = False
+        self._calls = 0
+
+    def came(self) -> bool:
+        if not self._came:
+            # JAX names one call, by its number, so no number is left out.
+            self._calls += 1
+            self._came = self.is_open = processes.reached_sync_point(self._calls)
+        return self._came
+
+    def release(self) -> None:
+        """JAX goes on listening."""
 
 
 class Sigterm:
@@ -21,13 +70,17 @@ class Sigterm:
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("on_sigterm works in the main thread only")
-        self.received = False
+        self.is_open = False
+        self._came = False
         self._released = False
         self._before = signal.signal(signal.SIGTERM, self._note)
 
+    def came(self) -> bool:
+        return self._came
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         # It does not log: it may have interrupted a write to the very stream of the log.
-        self.received = True
+        self._came = self.is_open = True
         self._put_back()
         if self._released:
             signal.raise_signal(signal.SIGTERM)

@@ -7,16 +7,20 @@ from pytree_ckpt.store import roots
 from pytree_ckpt.store.locations import PathLike, locate
 
 
-def step_path(root: PathLike, step: int) -> Path:
+def step_path(root: PathLike, step: int, *, prefix: str = "step_", width: int = 8) -> Path:
     """Where the checkpoint of a step is, or will be: `root/step_00001000`.
 
     Raises:
-        ValueError: The step is negative or not an int.
+        ValueError: The step is negative or not an int, or the prefix leaves the root.
+
+    Example:
+        >>> step_path("/runs/a", 12, prefix="ppo-", width=1).as_posix()
+        '/runs/a/ppo-12'
     """
-    return locate(root).path / StepNames().name(step)
+    return locate(root).path / StepNames(prefix=prefix, width=width).name(step)
 
 
-def steps(root: PathLike) -> list[int]:
+def steps(root: PathLike, *, prefix: str = "step_", width: int = 8) -> list[int]:
     """The steps with a committed checkpoint, ascending as numbers.
 
     Only exact names count (`step_00001000`); other files and folders are left alone. A root that
@@ -25,10 +29,10 @@ def steps(root: PathLike) -> list[int]:
     Raises:
         OSError: The root cannot be read.
     """
-    return roots.committed_steps(locate(root).path, StepNames())
+    return roots.committed_steps(locate(root).path, StepNames(prefix=prefix, width=width))
 
 
-def latest_step(root: PathLike) -> int | None:
+def latest_step(root: PathLike, *, prefix: str = "step_", width: int = 8) -> int | None:
     """The greatest step with a committed checkpoint, None if there is none.
 
     Raises:
@@ -40,5 +44,5 @@ def latest_step(root: PathLike) -> int | None:
         ...     print(latest_step(root))
         None
     """
-    found = steps(root)
+    found = steps(root, prefix=prefix, width=width)
     return found[-1] if found else None

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pytree_ckpt.errors import Damage, FormatError, IntegrityError
+from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.options import LoadOptions, Progress
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
@@ -57,6 +57,7 @@ def verify(
 
     Raises:
         NotFoundError: No committed checkpoint is there.
+        NewerFormatError: A newer release wrote it: this one cannot tell whether it is whole.
         OSError: The storage failed.
 
     Example:
@@ -70,6 +71,8 @@ def verify(
     location = locate(path)
     try:
         manifest, lock = commit.open_to_read(location)
+    except NewerFormatError:
+        raise
     except FormatError as error:
         return _unreadable(location, str(error))
     with lock:

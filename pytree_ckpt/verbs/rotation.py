@@ -1,0 +1,95 @@
+"""The policy of a root, carried out: old steps go, the last good one never does."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pytree_ckpt.errors import CheckpointError
+from pytree_ckpt.format.steps import StepNames
+from pytree_ckpt.plan import retention
+from pytree_ckpt.plan.retention import Decision, Keep, StepInfo
+from pytree_ckpt.store import roots
+from pytree_ckpt.store.roots import StepState
+
+_LOG = logging.getLogger("pytree_ckpt")
+
+
+class Rotation:
+    """Which steps of a root stay; None for `keep` keeps all.
+
+    What cannot be deleted is logged: it must not cost the run the step that it saves.
+    """
+
+    def __init__(self, root: Path, names: StepNames, keep: Keep | None) -> None:
+        self._root = root
+        self._names = names
+        self._keep = keep
+
+    def decision(self, *, now: float | None = None) -> Decision:
+        """What would be kept and deleted now, and why; nothing is deleted."""
+        states = roots.look(self._root, self._names)
+        moment = time.time() if now is None else now
+        decision = self._decide(infos_of(states), _protected(states), moment)
+        left = {s.step: s.trouble for s in states if s.trouble is not None}
+        return dataclasses.replace(decision, left=left)
+
+    def make_room(self, step: int) -> None:
+        """Ahead of writing `step`, delete what will not be kept once it is there.
+
+        One good checkpoint always stays, and so do the best: `step` may yet fail.
+        """
+        with self._not_at_the_cost_of(step):
+            roots.reclaim(self._root, self._names)
+            self._apply(step, {}, protect_last=True)
+
+    def rotate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After the commit of `step`, delete what is not kept."""
+        with self._not_at_the_cost_of(step):
+            roots.unmark(self._root / self._names.name(step))
+            self._apply(step, metrics, protect_last=False)
+
+    def _apply(self, step: int, metrics: Mapping[str, float], *, protect_last: bool) -> None:
+        if self._keep is None:
+            return
+        states = roots.look(self._root, self._names)
+        infos = [info for info in infos_of(states) if info.step != step]
+        protected = _protected(states) | {step: "just saved"}
+        if protect_last and infos:
+            protected[infos[-1].step] = "the last one is never deleted"
+        now = time.time()
+        infos.append(StepInfo(step=step, created=now, metrics=metrics))
+        decision = self._decide(infos, protected, now)
+        if decision.dropped:
+            roots.settle(self._root, self._names, [n for n in decision.kept if n != step])
+        for number in decision.dropped:
+            with self._not_at_the_cost_of(step):
+                if not roots.delete(self._root / self._names.name(number)):
+                    _LOG.warning("step %d of %s is in use and stays", number, self._root)
+
+    def _decide(self, infos: list[StepInfo], protected: Mapping[int, str], now: float) -> Decision:
+        if self._keep is None:
+            return Decision(kept={info.step: "all are kept" for info in infos}, dropped={})
+        return retention.decide(infos, self._keep, now=now, protected=protected)
+
+    @contextmanager
+    def _not_at_the_cost_of(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            _LOG.warning("saving step %d, old steps could not be deleted: %s", step, error)
+
+
+def infos_of(states: list[StepState]) -> list[StepInfo]:
+    """What the policy needs to know of the good steps."""
+    return [
+        StepInfo(step=s.step, created=s.manifest.created, metrics=s.manifest.metrics)
+        for s in states
+        if s.is_good and s.manifest is not None
+    ]
+
+
+def _protected(states: list[StepState]) -> dict[int, str]:
+    return {state.step: "reached through a link" for state in states if state.is_link}
