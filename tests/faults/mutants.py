@@ -19,7 +19,7 @@ from tests.faults.scenarios import Scenario, deletion, first_save, overwrite, ro
 
 COMMIT, DISK, ROOTS = (f"pytree_ckpt.store.{name}" for name in ("commit", "disk", "roots"))
 ARRAYS, WRITING = "pytree_ckpt.store.arrays", "pytree_ckpt.store.writing"
-MANAGER = "pytree_ckpt.verbs.manager"
+ROTATION = "pytree_ckpt.verbs.rotation"
 
 Campaign = Callable[..., Tally]
 
@@ -159,7 +159,7 @@ ALL = [
     ),
     Mutant(
         name="with K = 1 the old step goes before the commit",
-        edits=[(MANAGER, "if protect_last and infos:", "if False:")],
+        edits=[(ROTATION, "if protect_last and infos:", "if False:")],
         scenarios=[_rotation_1],
     ),
     Mutant(
@@ -193,7 +193,7 @@ ALL = [
     ),
     Mutant(
         name="a step goes for one that is not durable yet",
-        edits=[(MANAGER, SETTLE, "")],
+        edits=[(ROTATION, SETTLE, "")],
         campaigns=["restart"],
         scenarios=[_rotation_1],
     ),
