@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pytree_ckpt.plan.retention import Keep
     from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray, read_manifest
     from pytree_ckpt.verbs.checkpoint import open_checkpoint as open
+    from pytree_ckpt.verbs.diff import DiffReport, diff
     from pytree_ckpt.verbs.load import load
     from pytree_ckpt.verbs.manager import CheckpointManager
     from pytree_ckpt.verbs.pending import PendingSave
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointManager",
     "Damage",
+    "DiffReport",
     "ExistsError",
     "FormatError",
     "IntegrityError",
@@ -60,6 +62,7 @@ __all__ = [
     "StoredArray",
     "UnsupportedLeafError",
     "VerifyReport",
+    "diff",
     "latest_step",
     "load",
     "open",
@@ -74,6 +77,7 @@ __all__ = [
 _HOME = {
     "open": ("verbs.checkpoint", "open_checkpoint"),
     **dict.fromkeys(("Checkpoint", "StoredArray", "read_manifest"), ("verbs.checkpoint", None)),
+    **dict.fromkeys(("DiffReport", "diff"), ("verbs.diff", None)),
     **dict.fromkeys(("load",), ("verbs.load", None)),
     **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),
     "PendingSave": ("verbs.pending", None),

@@ -116,6 +116,33 @@ def test_verify_goes_on_after_a_path_that_is_no_checkpoint(good: Path, tmp_path:
     assert [report["ok"] for report in found["checkpoints"]] == [True]
 
 
+# --- diff -------------------------------------------------------------------------------------
+
+
+def test_diff_of_equal_and_of_different_checkpoints(good: Path, tmp_path: Path) -> None:
+    other = state()
+    other["params"]["dense"]["bias"][3] = -0.5
+    pc.save(tmp_path / "other", other)
+    pc.save(tmp_path / "twin", state())
+    assert run("diff", good, tmp_path / "twin").exit_code == 0
+    done = run("diff", good, tmp_path / "other")
+    assert done.exit_code == 1
+    assert "1 element differs, by at most 0.5 at [3]" in done.stdout
+    code, found = run_json("diff", good, tmp_path / "other")
+    (difference,) = found["differences"]
+    assert (code, found["same"], found["equal_chunks"]) == (1, False, 1)
+    assert (difference["path"], difference["kind"]) == ("params/dense/bias", "values")
+    assert difference["values"] == {"count": 1, "max_abs": 0.5, "at": [3]}
+
+
+def test_a_damaged_chunk_that_diff_must_read_is_an_error(damaged: Path, tmp_path: Path) -> None:
+    other = state()
+    other["params"]["dense"]["kernel"] += 1
+    pc.save(tmp_path / "other", other)
+    code, found = run_json("diff", tmp_path / "other", damaged)
+    assert (code, found["error"]["kind"]) == (5, "IntegrityError")
+
+
 # --- the command line -------------------------------------------------------------------------
 
 

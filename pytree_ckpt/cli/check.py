@@ -33,3 +33,24 @@ def verify_command(ctx: click.Context, checkpoints: tuple[str, ...], quick: bool
     if errors:
         ctx.exit(exit_code(errors[0]))
     ctx.exit(OK if all(report.ok for report in reports) else FOUND)
+
+
+@click.command("diff")
+@click.argument("a")
+@click.argument("b")
+@json_option
+@click.pass_context
+def diff_command(ctx: click.Context, a: str, b: str) -> None:
+    """Say all that differs between two checkpoints, leaf by leaf.
+
+    Structure, kinds, shapes, dtypes, shardings, values (by how much at most, and where) and
+    metadata. Chunks that have equal digests are not read. The exit code is 1 if anything differs.
+    """
+    from pytree_ckpt.cli import documents, drawing
+    from pytree_ckpt.cli.progress import progress
+    from pytree_ckpt.verbs.diff import diff
+
+    with progress("comparing") as advance:
+        report = diff(a, b, progress=advance)
+    emit(documents.of_diff(report), lambda: drawing.of_diff(report))
+    ctx.exit(OK if report.same else FOUND)

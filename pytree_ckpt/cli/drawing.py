@@ -1,11 +1,14 @@
 """What commands print for people, as rich's tables, trees and blocks."""
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pytree_ckpt.errors import Damage
 from pytree_ckpt.pictures.text import count_text, plain, size_text
+from pytree_ckpt.verbs.diff import DiffReport
 from pytree_ckpt.verbs.verify import VerifyReport
 
 
@@ -36,3 +39,27 @@ def table(*columns: str) -> Table:
     for column in columns:
         found.add_column(column, overflow="fold")
     return found
+
+
+_STYLES = {"added": "green", "removed": "red"}
+
+
+def of_diff(report: DiffReport) -> Iterator[RenderableType]:
+    """The differences, then what was compared."""
+    if report.differences:
+        found = table("leaf", "difference", "a", "b")
+        for item in report.differences:
+            sides = (item.a or "", item.b or "")
+            if item.values is not None:
+                sides = (str(item.values), "")
+            row = (item.path or "(root)", item.kind, *sides)
+            found.add_row(*map(plain, row), style=_STYLES.get(item.kind))
+        yield found
+    state, style = ("the same", "green") if report.same else ("different", "bold red")
+    yield Text.assemble(
+        (state, style),
+        f"  {plain(report.a)} and {plain(report.b)}: "
+        f"{count_text(report.leaves, 'array')} compared, "
+        f"{count_text(report.equal_chunks, 'chunk')} equal by digest, "
+        f"{size_text(report.nbytes_read)} read",
+    )

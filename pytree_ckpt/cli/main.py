@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pytree_ckpt import __version__
-from pytree_ckpt.cli.check import verify_command
+from pytree_ckpt.cli.check import diff_command, verify_command
 from pytree_ckpt.cli.failures import INTERRUPTED, end_quietly, exit_code
 from pytree_ckpt.cli.output import emit_error
 from pytree_ckpt.errors import CheckpointError
@@ -37,4 +37,5 @@ def main() -> None:
     """Look into, prove and compare checkpoints; no accelerator and no JAX is needed."""
 
 
-main.add_command(verify_command)
+for command in (verify_command, diff_command):
+    main.add_command(command)

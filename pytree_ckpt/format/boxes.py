@@ -109,6 +109,13 @@ class Grid:
             out.append(at)
         return tuple(reversed(out))
 
+    def number(self, position: Shape) -> int:
+        """Number of the cell at `position`."""
+        index = 0
+        for at, count in zip(position, self.counts, strict=True):
+            index = index * count + at
+        return index
+
     def box(self, index: int) -> Box:
         """Elements of cell number `index`."""
         return self.box_at(self.position(index))
@@ -131,9 +138,4 @@ class Grid:
             range(a // c, -(-b // c))
             for a, b, c in zip(box.start, box.stop, self.cell, strict=True)
         ]
-        counts = self.counts
-        for position in itertools.product(*ranges):
-            index = 0
-            for p, count in zip(position, counts, strict=True):
-                index = index * count + p
-            yield index
+        yield from map(self.number, itertools.product(*ranges))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format import wire
 from pytree_ckpt.format.arrays import ArraySpec
-from pytree_ckpt.format.boxes import Grid
+from pytree_ckpt.format.boxes import Grid, Shape
 from pytree_ckpt.format.parse import Reader
 
 Ints = npt.NDArray[np.int64]
@@ -212,6 +212,18 @@ class ShardIndex:
             return ShardEntry(table.process, self._offset[where], digest)
         count = Grid(spec.shards.box(shard).shape, spec.chunk_shape).size
         return ShardEntry(table.process, None, table.arrays.digests[first : first + count * size])
+
+    def chunk_digest(self, leaf: int, spec: ArraySpec, start: Shape) -> bytes:
+        """Digest of the chunk whose first element is at `start`."""
+        at = tuple(s // c for s, c in zip(start, spec.shard_shape, strict=True))
+        outer = spec.shards.box_at(at)
+        inner = tuple(
+            (s - o) // c for s, o, c in zip(start, outer.start, spec.chunk_shape, strict=True)
+        )
+        number = Grid(outer.shape, spec.chunk_shape).number(inner)
+        size = self._digest_nbytes
+        digests = self.entry(leaf, spec.shards.number(at), spec).digests
+        return digests[number * size : (number + 1) * size]
 
 
 class _Columns:

@@ -7,6 +7,9 @@ Value = bool | int | float | complex | str | bytes
 MAX_INT_BYTES = 1 << 20
 """Largest `int`, in bytes of two's complement."""
 
+MAX_TEXT = 80
+"""Most characters of a text that are shown."""
+
 
 def to_wire(value: Value) -> list[Any]:
     """A tag and a payload. Floats go as their eight bytes, so that a NaN keeps its bits."""
@@ -51,6 +54,21 @@ def from_wire(item: Any) -> Value:
             return value
         case _:
             raise ValueError(f"a value of unknown form: {str(item)[:80]}")
+
+
+def to_text(value: object) -> str:
+    """A value in one short line; the whole of it may be a megabyte.
+
+    Example:
+        >>> to_text(10**400), to_text("x" * 99)[-4:]
+        ('an int of 1329 bits', "xx'…")
+    """
+    if isinstance(value, int) and value.bit_length() > 512:
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes)) and len(value) > MAX_TEXT:
+        return f"{value[:MAX_TEXT]!r}…"
+    text = repr(value)
+    return text if len(text) <= 2 * MAX_TEXT else f"{text[: 2 * MAX_TEXT]}…"
 
 
 def check_metadata(value: Any, where: str = "metadata", depth: int = 0) -> Any:

@@ -13,6 +13,7 @@ from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, whole
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import from_text
+from pytree_ckpt.format.tables import ShardIndex
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan.indexing import Index, to_box
 from pytree_ckpt.plan.loading import plan_reads
@@ -99,7 +100,7 @@ class Checkpoint:
         leaves = [self._value(leaf) for leaf in self.manifest.leaves]
         arrays = [leaf for leaf in leaves if isinstance(leaf, StoredArray)]
         boxes = [(array.leaf, array.spec, whole(array.shape)) for array in arrays]
-        filled = iter(self._fill(boxes))
+        filled = iter(self.read_boxes(boxes))
         return self.manifest.tree.build(
             [
                 _host_value(leaf, next(filled)) if isinstance(leaf, StoredArray) else leaf
@@ -107,11 +108,17 @@ class Checkpoint:
             ]
         )
 
+    @property
+    def index(self) -> ShardIndex:
+        """Where every shard is, and the digests of its chunks."""
+        return self._reader.index
+
     def read_box(self, leaf: Leaf, spec: ArraySpec, box: Box) -> npt.NDArray[Any]:
         """The elements of one box of a leaf, verified."""
-        return self._fill([(leaf, spec, box)])[0]
+        return self.read_boxes([(leaf, spec, box)])[0]
 
-    def _fill(self, wanted: list[tuple[Leaf, ArraySpec, Box]]) -> list[npt.NDArray[Any]]:
+    def read_boxes(self, wanted: list[tuple[Leaf, ArraySpec, Box]]) -> list[npt.NDArray[Any]]:
+        """The elements of boxes of leaves, verified; chunks that several need are read once."""
         from pytree_ckpt.store.reading import Request
 
         if self._closed:

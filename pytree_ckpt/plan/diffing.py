@@ -1,0 +1,282 @@
+"""What differs between two checkpoints: from their manifests, and from parts of two arrays."""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pytree_ckpt.format import dtypes, values, wire
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Grid, Shape
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.paths import to_text
+from pytree_ckpt.format.shardings import same_layout
+
+Array = npt.NDArray[Any]
+DifferenceKind = Literal[
+    "added", "removed", "structure", "kind", "shape", "dtype", "sharding", "values", "metadata"
+]
+REGION_NBYTES = 32 << 20
+"""What is read of an array at a time, where two checkpoints cut it differently."""
+_PIECE = 1 << 20
+"""Elements that are compared at a time, which bounds the memory for their differences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """How the elements of two arrays differ.
+
+    Attributes:
+        count: Elements whose bits differ.
+        max_abs: Greatest absolute difference; NaN where a NaN meets a number, and then `at` is
+            such a place. None where the elements are no numbers, as random keys are not.
+        at: Where it is.
+    """
+
+    count: int
+    max_abs: float | None
+    at: Shape
+
+    def __str__(self) -> str:
+        what = "element differs" if self.count == 1 else "elements differ"
+        at = f"[{', '.join(map(str, self.at))}]"
+        if self.max_abs is None:
+            return f"{self.count} {what}, the first at {at}"
+        return f"{self.count} {what}, by at most {self.max_abs:.6g} at {at}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One way in which checkpoint `b` is not what checkpoint `a` is.
+
+    Attributes:
+        path: The leaf, or the key of the metadata.
+        a, b: What each has, None for nothing.
+        values: For arrays of one shape.
+    """
+
+    path: str
+    kind: DifferenceKind
+    a: str | None
+    b: str | None
+    values: ValueDifference | None = None
+
+    def __str__(self) -> str:
+        change = f"{self.a} → {self.b}" if self.values is None else str(self.values)
+        if self.kind in ("added", "removed"):
+            change = str(self.b if self.a is None else self.a)
+        return f"{self.path or '(root)'}  {self.kind}: {change}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """An array that both have in one shape, so that its elements can be compared."""
+
+    a: Leaf
+    b: Leaf
+    specs: tuple[ArraySpec, ArraySpec]
+
+    @property
+    def has_same_chunks(self) -> bool:
+        """Whether equal digests mean equal chunks: both are cut alike, and of one dtype."""
+        one, other = self.specs
+        return (one.dtype, one.chunk_shape) == (other.dtype, other.chunk_shape)
+
+
+def compare_manifests(a: Manifest, b: Manifest) -> tuple[list[Difference], list[Pair]]:
+    """All that two manifests tell, and the arrays whose elements are left to compare."""
+    differences = _structure(a, b)
+    pairs = []
+    # By text: an index of a list and one of a tuple are not one key, but one place.
+    for text, leaf in a.by_text.items():
+        other = b.by_text.get(text)
+        if other is None:
+            differences.append(_difference(text, "removed", leaf.describe(), None))
+            continue
+        differences += _compare_leaves(leaf, other)
+        if leaf.spec and other.spec and _comparable(leaf.spec, other.spec):
+            pairs.append(Pair(a=leaf, b=other, specs=(leaf.spec, other.spec)))
+    differences += [
+        _difference(text, "added", None, leaf.describe())
+        for text, leaf in b.by_text.items()
+        if text not in a.by_text
+    ]
+    differences += _compare_maps("metadata", a.metadata, b.metadata)
+    differences += _compare_maps("metrics", dict(a.metrics), dict(b.metrics))
+    return differences, pairs
+
+
+def _difference(path: str, kind: DifferenceKind, a: str | None, b: str | None) -> Difference:
+    return Difference(path=path, kind=kind, a=a, b=b)
+
+
+def _structure(a: Manifest, b: Manifest) -> list[Difference]:
+    """Containers of another kind, and empty ones that only one has; leaves tell the rest."""
+    if a.tree == b.tree:
+        return []
+    ours, theirs = (
+        {to_text(path): kind for path, kind in manifest.tree.walk() if kind != "leaf"}
+        for manifest in (a, b)
+    )
+    empty = {to_text(path) for path in (*a.tree.empties(), *b.tree.empties())}
+    return [
+        _difference(text, "structure", ours.get(text), theirs.get(text))
+        for text in {**ours, **theirs}
+        if ours.get(text) != theirs.get(text)
+        and (text in empty or (text in ours and text in theirs))
+    ]
+
+
+def _compare_leaves(a: Leaf, b: Leaf) -> Iterator[Difference]:
+    if a.spec is None or b.spec is None:
+        if a.spec is not b.spec or a.per_process != b.per_process:
+            yield _difference(a.text, "kind", a.describe(), b.describe())
+        elif not a.per_process and _wire(a) != _wire(b):
+            yield _difference(a.text, "values", *map(values.to_text, (a.value, b.value)))
+        return
+    one, other = a.spec, b.spec
+    if _kind(one) != _kind(other):
+        yield _difference(a.text, "kind", _kind(one), _kind(other))
+    if one.logical_shape != other.logical_shape:
+        yield _difference(a.text, "shape", str(one.logical_shape), str(other.logical_shape))
+    if one.logical_dtype != other.logical_dtype:
+        yield _difference(a.text, "dtype", one.logical_dtype, other.logical_dtype)
+    if not _same_sharding(one, other):
+        yield _difference(a.text, "sharding", _sharding(one), _sharding(other))
+
+
+def _wire(leaf: Leaf) -> list[Any] | None:
+    """A Python value so that types and every bit count."""
+    return None if leaf.value is None else values.to_wire(leaf.value)
+
+
+def _kind(spec: ArraySpec) -> str:
+    words = [spec.kind, *(["weakly typed"] if spec.weak_type else [])]
+    return ", ".join([*words, *([] if spec.committed else ["uncommitted"])])
+
+
+def _same_sharding(one: ArraySpec, other: ArraySpec) -> bool:
+    a, b = one.sharding, other.sharding
+    if a is None or b is None:
+        return a is b
+    return a.memory_kind == b.memory_kind and same_layout(a, b)
+
+
+def _sharding(spec: ArraySpec) -> str:
+    if spec.sharding is None:
+        return "host array"
+    kind = spec.sharding.memory_kind
+    return f"{spec.sharding}" + (f" in {kind}" if kind else "")
+
+
+def _comparable(one: ArraySpec, other: ArraySpec) -> bool:
+    return one.shape == other.shape and (one.kind == "key") == (other.kind == "key")
+
+
+def _compare_maps(name: str, a: Any, b: Any) -> Iterator[Difference]:
+    """Entry by entry where both are maps."""
+    ours, theirs = {name: a}, {name: b}
+    if isinstance(a, dict) and isinstance(b, dict):
+        ours, theirs = ({f"{name}[{k!r}]": v for k, v in given.items()} for given in (a, b))
+    for key in {**ours, **theirs}:
+        have, want = (
+            values.to_text(given[key]) if key in given else None for given in (ours, theirs)
+        )
+        if None in (have, want) or wire.encode(ours[key]) != wire.encode(theirs[key]):
+            yield _difference(key, "metadata", have, want)
+
+
+def regions(pair: Pair) -> Grid:
+    """How the elements of a pair are cut to be compared.
+
+    Where the two are chunked differently, so that a chunk of either is needed for few regions.
+    """
+    one, other = pair.specs
+    cell = tuple(map(max, one.chunk_shape, other.chunk_shape))
+    if math.prod(cell) * max(one.itemsize, other.itemsize) > REGION_NBYTES:
+        cell = one.chunk_shape
+    return Grid(one.shape, cell)
+
+
+def compare_elements(
+    a: Array, b: Array, *, start: Shape, are_numbers: bool
+) -> ValueDifference | None:
+    """How two C-order arrays of one shape differ, None if they do not.
+
+    Of one dtype the bits are compared, of two the numbers.
+
+    Args:
+        a, b: The same part of two arrays.
+        start: Where the part begins.
+        are_numbers: Whether differences mean something.
+
+    Example:
+        >>> found = compare_elements(
+        ...     np.array([1.0, 2.0]), np.array([1.0, 2.5]), start=(10,), are_numbers=True
+        ... )
+        >>> print(found)
+        1 element differs, by at most 0.5 at [11]
+    """
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    found = None
+    for first in range(0, flat_a.size, _PIECE):
+        x, y = flat_a[first : first + _PIECE], flat_b[first : first + _PIECE]
+        where = np.flatnonzero(_differ(x, y))
+        if not len(where):
+            continue
+        gaps = _gaps(x[where], y[where]) if are_numbers else np.zeros(len(where))
+        worst = int(np.argmax(np.isnan(gaps) if np.isnan(gaps).any() else gaps))
+        at = np.unravel_index(first + int(where[worst]), a.shape)
+        piece = ValueDifference(
+            count=len(where),
+            max_abs=float(gaps[worst]) if are_numbers else None,
+            at=tuple(int(p) + s for p, s in zip(at, start, strict=True)),
+        )
+        found = join(found, piece)
+    return found
+
+
+def join(a: ValueDifference | None, b: ValueDifference | None) -> ValueDifference | None:
+    """The difference of two parts together."""
+    if a is None or b is None:
+        return a or b
+    worse = max(a, b, key=_rank)
+    return ValueDifference(count=a.count + b.count, max_abs=worse.max_abs, at=worse.at)
+
+
+def _rank(difference: ValueDifference) -> float:
+    gap = difference.max_abs or 0.0
+    return math.inf if math.isnan(gap) else min(gap, sys.float_info.max)
+
+
+def _differ(a: Array, b: Array) -> npt.NDArray[np.bool_]:
+    if a.dtype == b.dtype:
+        size = a.dtype.itemsize
+        bits_a, bits_b = (x.view(np.uint8).reshape(-1, size) for x in (a, b))
+        return np.asarray((bits_a != bits_b).any(axis=1))
+    gaps = _gaps(a, b)
+    return np.isnan(gaps) | (gaps > 0)
+
+
+def _gaps(a: Array, b: Array) -> npt.NDArray[np.float64]:
+    """Absolute differences; 0 between two NaNs and between equal infinities."""
+    kinds = {_kind_of(a), _kind_of(b)}
+    if kinds <= {"int", "bool"} and (a.dtype == np.uint64) == (b.dtype == np.uint64):
+        wide = np.uint64 if a.dtype == np.uint64 else np.int64
+        x, y = a.astype(wide), b.astype(wide)
+        # Modulo 2**64 the difference of the greater and the smaller is exact.
+        gaps = np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
+        return gaps.astype(np.float64)
+    wide_float = np.complex128 if "complex" in kinds else np.float64
+    u, v = a.astype(wide_float), b.astype(wide_float)
+    with np.errstate(all="ignore"):
+        same = (u == v) | (np.isnan(u) & np.isnan(v))
+        return np.where(same, 0.0, np.abs(u - v))
+
+
+def _kind_of(array: Array) -> str:
+    return dtypes.kind_of(dtypes.name_of(array.dtype) or "float64")
