@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import pytree_ckpt as pc
 from pytree_ckpt.plan import chunking
-from pytree_ckpt.store import disk
+from pytree_ckpt.store import commit, disk, roots
+from pytree_ckpt.store.locations import Location
 from pytree_ckpt.store.writing import Writer
 from tests.bitwise import assert_same
 from tests.conftest import make_mesh
+from tests.gates import Gate
 
 LIBRARY = Path(pc.__file__).parents[1]
 PATIENCE_S = 120
@@ -1171,3 +1175,69 @@ def test_files_have_the_modes_that_the_umask_leaves(tmp_path: Path) -> None:
     assert modes == {0o640}
     folders = {stat.S_IMODE(f.stat().st_mode) for f in tmp_path.rglob("*") if f.is_dir()}
     assert folders == {0o750}
+
+
+# --- an overwrite and a deletion of the same checkpoint -------------------------------------------
+
+
+def test_a_deletion_leaves_what_replaced_the_checkpoint_that_it_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckpt"
+    pc.save(path, state_of(1))
+    remove = roots._remove
+
+    def remove_late(location: Location, named: str | None) -> bool:
+        pc.save(path, state_of(2), overwrite=True)
+        return remove(location, named)
+
+    monkeypatch.setattr(roots, "_remove", remove_late)
+    assert not roots.delete(path)
+    assert number_of(pc.load(path)) == 2
+
+
+def test_an_overwrite_waits_for_a_deletion_and_is_there_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckpt"
+    pc.save(path, state_of(1))
+    about_to_unlink, waiting = Gate(), threading.Event()
+    look, sleep = roots._data_dir, time.sleep
+
+    def look_and_wait(path: Path) -> str | None:
+        found = look(path)
+        about_to_unlink.pass_through()
+        return found
+
+    def sleep_and_tell(seconds: float) -> None:
+        waiting.set()
+        sleep(seconds)
+
+    monkeypatch.setattr(roots, "_data_dir", look_and_wait)
+    with ThreadPoolExecutor(2) as pool:
+        deletion = pool.submit(roots.delete, path)
+        about_to_unlink.wait_until_reached()
+        monkeypatch.setattr(commit.time, "sleep", sleep_and_tell)
+        overwrite = pool.submit(pc.save, path, state_of(2), overwrite=True)
+        waited = waiting.wait(PATIENCE_S)
+        about_to_unlink.open()
+        assert waited
+        assert deletion.result()
+        overwrite.result()
+    assert number_of(pc.load(path)) == 2
+
+
+def test_an_overwrite_that_waits_in_vain_fails_by_name_and_leaves_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckpt"
+    pc.save(path, state_of(1))
+    monkeypatch.setattr(commit, "_BUSY_S", 0)
+    with disk.FolderLock(path, shared=False) as lock:
+        assert lock.state == "held"
+        with pytest.raises(pc.CheckpointError, match="another process holds"):
+            pc.save(path, state_of(2), overwrite=True)
+        assert not list(path.glob("*.tmp"))
+    assert number_of(pc.load(path)) == 1
+    pc.save(path, state_of(2), overwrite=True)
+    assert len(list(path.glob("data-*"))) == 1

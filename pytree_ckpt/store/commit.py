@@ -80,7 +80,7 @@ def open_to_read(location: Location) -> tuple[Manifest, disk.FolderLock]:
     Raises:
         NotFoundError, FormatError: As `read_manifest`; the data folder is gone.
     """
-    for _ in range(_READ_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         manifest = read_manifest(location)
         lock = disk.FolderLock(location.path / manifest.data_dir, shared=True)
         if lock.state in ("held", "unsupported"):
@@ -95,8 +95,27 @@ def open_to_read(location: Location) -> tuple[Manifest, disk.FolderLock]:
     raise CheckpointError(f"{location} was held or replaced again and again while it was opened")
 
 
-_READ_ATTEMPTS = 100
+_ATTEMPTS = 100
 _BUSY_S = 0.05
+
+
+@contextlib.contextmanager
+def one_at_a_time(location: Location) -> Iterator[None]:
+    """Hold a checkpoint folder while its manifest is replaced or removed, which takes a moment.
+
+    Else a deletion could take a new manifest for the one that it has looked at. Where folders
+    cannot be locked, nobody waits.
+
+    Raises:
+        CheckpointError: Another process held it all the time.
+    """
+    for _ in range(_ATTEMPTS):
+        with disk.FolderLock(location.path, shared=False) as lock:
+            if lock.state != "busy":
+                yield
+                return
+        time.sleep(_BUSY_S)
+    raise CheckpointError(f"another process holds {location}: it replaces or deletes its manifest")
 
 
 def check_free(location: Location, *, overwrite: bool) -> None:
@@ -213,7 +232,8 @@ class Attempt:
         disk.fsync_above(path, made=self._made)
         disk.write_new(self.temporary, data)
         if self._overwrite:
-            os.replace(self.temporary, path / MANIFEST_FILE)
+            with one_at_a_time(self.location):
+                os.replace(self.temporary, path / MANIFEST_FILE)
         else:
             self._create()
         self.committed = True
@@ -253,9 +273,9 @@ class Attempt:
             self.temporary.unlink(missing_ok=True)
 
     def _create_without_links(self, target: Path) -> None:
-        with disk.FolderLock(self.location.path, shared=False) as lock:
-            if lock.state == "busy" or os.path.lexists(target):
-                raise ExistsError(f"another save committed to {self.location}, or is about to")
+        with one_at_a_time(self.location):
+            if os.path.lexists(target):
+                raise ExistsError(f"another save committed to {self.location} first")
             os.rename(self.temporary, target)
 
 

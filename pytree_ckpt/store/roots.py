@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,31 +162,34 @@ def delete(path: Path) -> bool:
     Files that are no part of a checkpoint stay, and with them the folder.
 
     Returns:
-        False, and nothing is touched, if it is being read or is reached through a link.
+        False, and nothing is touched, if it is being read, was just replaced, or is reached
+        through a link.
 
     Raises:
         OSError: The storage refused.
+        CheckpointError: Another process keeps the folder from being changed.
     """
     if path.is_symlink():
         return False
     location = Location(path)
     try:
-        manifest = commit.read_manifest(location)
+        named = commit.read_manifest(location).data_dir
     except CheckpointError:
-        return _remove(location, [])
-    lock = disk.FolderLock(path / manifest.data_dir, shared=False)
-    with lock:
-        if lock.state == "busy":
-            return False
-        return _remove(location, [path / manifest.data_dir])
+        return _remove(location, None)
+    with disk.FolderLock(path / named, shared=False) as lock:
+        return lock.state != "busy" and _remove(location, named)
 
 
-def _remove(location: Location, data: Sequence[Path]) -> bool:
+def _remove(location: Location, named: str | None) -> bool:
+    """Delete, unless the manifest names other data by now; None if it could not be read."""
     path = location.path
-    (path / MANIFEST_FILE).unlink(missing_ok=True)
+    with commit.one_at_a_time(location):
+        if _data_dir(path) not in (named, None):
+            return False
+        (path / MANIFEST_FILE).unlink(missing_ok=True)
     disk.fsync_dir(path)
-    for folder in data:
-        disk.remove_tree(folder)
+    if named is not None:
+        disk.remove_tree(path / named)
     commit.reclaim(location)
     unmark(path)
     _remove_if_empty(path)

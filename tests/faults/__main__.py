@@ -51,10 +51,10 @@ SHORT = Size(
     examples=10, steps=20, soak_minutes=0.4,
 )  # fmt: skip
 FULL = Size(
-    kill_stride=1, torn_stride=1, replay_most=None, restart_stride=1, restart_most=30,
+    kill_stride=1, torn_stride=1, replay_most=1500, restart_stride=2, restart_most=15,
     disk_stride=1,
-    power_stride=1, mutant_stride=1, mutant_most=1000, mutant_all=True, race_steps=500,
-    readers_s=60, flips=1000, damage_stride=1, examples=500, steps=50, soak_minutes=5,
+    power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
+    readers_s=60, flips=1000, damage_stride=1, examples=500, steps=50, soak_minutes=2,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
 CAMPAIGNS = (

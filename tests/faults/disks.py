@@ -17,7 +17,7 @@ from tests.faults.children import Ended
 from tests.faults.judge import Judge, Tally
 from tests.faults.kill import Weaken
 from tests.faults.scenarios import Scenario, manager, path_of
-from tests.faults.shim import CHANGE, GROW, LOOK, SYNC, Fault
+from tests.faults.shim import CHANGE, GROW, LOOK, SYNC, WRITE, Fault
 
 Faults = Callable[[int], Fault]
 
@@ -43,7 +43,7 @@ def unsynced_from(at: int) -> Fault:
 
 
 def cut_short(at: int) -> Fault:
-    return Fault(action="short", at=at, kinds=GROW)
+    return Fault(action="short", at=at, kinds=WRITE)
 
 
 ALL: dict[str, Faults] = {
@@ -72,7 +72,7 @@ def campaign(
     """
     total = Tally()
     folder = children.scratch()
-    space = faults(1).kinds == GROW
+    space = faults(1).kinds in (GROW, WRITE)
     try:
         for where, work, ended in kill.tries(
             scenario, folder, faults, stride=stride, weaken=weaken, backwards=backwards

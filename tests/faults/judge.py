@@ -1,5 +1,6 @@
 """Whether a root fulfils the promises: the bar of every campaign."""
 
+import hashlib
 import multiprocessing
 import os
 import re
@@ -77,7 +78,7 @@ def look(root: Path, expected: Expected, tally: Tally) -> set[int]:
     good = set()
     for step in pc.steps(root):
         allowed = expected.versions.get(step, frozenset([0]))
-        found = version_of(root / f"step_{step:08d}", step)
+        found = version_at_rest(root / f"step_{step:08d}", step)
         if isinstance(found, str):
             tally.wrong("broken", f"step {step} is listed: {found}")
         elif found is None:
@@ -87,6 +88,29 @@ def look(root: Path, expected: Expected, tally: Tally) -> set[int]:
         else:
             good.add(step)
     return good
+
+
+_loaded: dict[bytes, int] = {}
+
+
+def version_at_rest(path: Path, step: int) -> int | str | None:
+    """As `version_of`, of what nobody writes to; what has loaded before, byte for byte, is known.
+
+    Most of what a crash state, or a copy, holds has been loaded in another one.
+    """
+    key = hashlib.sha256(b"%d" % step)
+    for base, folders, files in os.walk(path):
+        folders.sort()
+        for name in sorted(files):
+            file = os.path.join(base, name)
+            data = os.readlink(file).encode() if os.path.islink(file) else Path(file).read_bytes()
+            key.update(f"{os.path.relpath(file, path)} {len(data)} ".encode() + data)
+    if key.digest() not in _loaded:
+        found = version_of(path, step)
+        if not isinstance(found, int):
+            return found
+        _loaded[key.digest()] = found
+    return _loaded[key.digest()]
 
 
 def version_of(path: Path, step: int) -> int | str | None:

@@ -8,7 +8,7 @@ from tests.faults import children
 from tests.faults.children import Ended
 from tests.faults.judge import Judge, Tally
 from tests.faults.scenarios import Scenario
-from tests.faults.shim import Fault
+from tests.faults.shim import WRITE, Fault
 
 Weaken = Callable[[], None]
 
@@ -80,12 +80,12 @@ def campaign(
     weaken: Weaken | None = None,
     stop_early: bool = False,
 ) -> Tally:
-    """Kill at each operation of a scenario."""
+    """Kill at each operation of a scenario, or in the middle of each write."""
     total = Tally()
     folder = children.scratch()
 
     def faults(at: int) -> Fault:
-        return Fault(action="torn" if torn else "kill", at=at)
+        return Fault(action="torn", at=at, kinds=WRITE) if torn else Fault(action="kill", at=at)
 
     try:
         for where, work, ended in tries(scenario, folder, faults, stride=stride, weaken=weaken):

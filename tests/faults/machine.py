@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 import pytree_ckpt as pc
 from tests.faults import children
-from tests.faults.judge import Judge, Tally, version_of
+from tests.faults.judge import Judge, Tally, version_at_rest, version_of
 from tests.faults.scenarios import content, is_content, manager, path_of, state
 from tests.faults.shim import Fault
 
@@ -175,7 +175,7 @@ class Machine(RuleBasedStateMachine):
         type(self).tally.points += 1
         assert sorted(self.version) == pc.steps(self.root)
         for step, version in self.version.items():
-            found = self.judge.call(version_of, path_of(self.root, step), step)
+            found = self.judge.call(version_at_rest, path_of(self.root, step), step)
             if step not in self.damage:
                 assert found == version, f"step {step}: {found}, not version {version}"
             else:

@@ -126,9 +126,10 @@ IN_PLACE = """        with open(path / MANIFEST_FILE, "wb") as file:
         reclaim(self.location)
         return
 """
-UNLINK = "    (path / MANIFEST_FILE).unlink(missing_ok=True)\n"
+UNLINK = "        (path / MANIFEST_FILE).unlink(missing_ok=True)\n"
 SYNC = "    disk.fsync_dir(path)\n"
-REMOVE = "    for folder in data:\n        disk.remove_tree(folder)\n"
+REMOVE = "    if named is not None:\n        disk.remove_tree(path / named)\n"
+REMOVE_FIRST = "        if named is not None:\n            disk.remove_tree(path / named)\n"
 TABLE = "disk.write_new(contents.table_file(self._data, self._process), data)"
 SETTLE = """        if decision.dropped:
             roots.settle(self._root, self._names, [n for n in decision.kept if n != step])
@@ -164,7 +165,7 @@ ALL = [
     ),
     Mutant(
         name="the data is removed before the manifest",
-        edits=[(ROOTS, UNLINK + SYNC + REMOVE, REMOVE + UNLINK + SYNC)],
+        edits=[(ROOTS, UNLINK + SYNC + REMOVE, REMOVE_FIRST + UNLINK + SYNC)],
         scenarios=[deletion],
     ),
     Mutant(

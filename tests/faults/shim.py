@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 SOURCE = Path(__file__).with_name("shim.c")
 Action = Literal["nothing", "kill", "fail", "short", "torn", "shutdown"]
 _ACTIONS = ("nothing", "kill", "fail", "short", "torn", "shutdown")
-CHANGE, SYNC, LOOK, GROW = 1, 2, 4, 8
+CHANGE, SYNC, LOOK, GROW, WRITE = 1, 2, 4, 8, 16
 """Kinds of operations. GROW: changes that may need space; LOOK: opening what is there."""
 
 
