@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytree_ckpt.verbs.manager import CheckpointManager
     from pytree_ckpt.verbs.pending import PendingSave
     from pytree_ckpt.verbs.preemption import Preempted
+    from pytree_ckpt.verbs.restructure import plan_restructure
     from pytree_ckpt.verbs.save import save, save_async
     from pytree_ckpt.verbs.steps import latest_step, step_path, steps
     from pytree_ckpt.verbs.verify import VerifyReport, verify
@@ -66,6 +67,7 @@ __all__ = [
     "latest_step",
     "load",
     "open",
+    "plan_restructure",
     "read_manifest",
     "save",
     "save_async",
@@ -82,6 +84,7 @@ _HOME = {
     **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),
     "PendingSave": ("verbs.pending", None),
     **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
+    "plan_restructure": ("verbs.restructure", None),
     **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
     "CheckpointManager": ("verbs.manager", None),
     "Preempted": ("verbs.preemption", None),

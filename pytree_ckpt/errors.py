@@ -23,6 +23,7 @@ MismatchKind = Literal[
     "divisibility",
     "devices",
     "mesh",
+    "rule",
 ]
 DamageKind = Literal["digest", "missing", "unreadable", "extra", "link", "size", "metadata"]
 

@@ -224,7 +224,7 @@ def small_files() -> Iterator[None]:
         patch.setattr(chunking, "MAX_CHUNK_NBYTES", 24)
         patch.setattr(chunking, "PACK_BELOW_NBYTES", 16)
         patch.setattr(chunking, "MIN_SLICE_NBYTES", 32)
-        patch.setattr("pytree_ckpt.verbs.load._PLACE_WHOLE_NBYTES", 64)
+        patch.setattr("pytree_ckpt.verbs.assembly._PLACE_WHOLE_NBYTES", 64)
         yield
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import unquote
 
 KeyKind = Literal["str", "int", "list", "tuple", "attr", "flat"]
 KEY_KINDS: tuple[KeyKind, ...] = ("str", "int", "list", "tuple", "attr", "flat")
@@ -65,6 +66,20 @@ def to_text(path: Path) -> str:
         "a%2Fb/0/'1'"
     """
     return "/".join(map(str, path))
+
+
+def key_from_text(text: str) -> Key:
+    """The `dict` key that is written so in a path.
+
+    Example:
+        >>> key_from_text("7"), key_from_text("'7'"), key_from_text("a%2Fb").value
+        (Key(kind='int', value=7), Key(kind='str', value='7'), 'a/b')
+    """
+    if _INTEGER.fullmatch(text):
+        return Key("int", int(text))
+    if text == "''" or (_INTEGER.fullmatch(text[1:-1]) and text[0] == text[-1] == "'"):
+        return Key("str", text[1:-1])
+    return Key("str", unquote(text))
 
 
 def _segment(key: Key) -> str:

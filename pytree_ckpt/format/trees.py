@@ -4,7 +4,7 @@ Nodes are listed in preorder, so that a tree of any depth is three flat columns.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,7 +86,7 @@ class Tree:
         """The paths of the leaves, in order."""
         return [path for path, kind in self.walk() if kind == "leaf"]
 
-    def empties(self) -> dict[Path, str]:
+    def empties(self) -> dict[Path, NodeKind]:
         """Nodes that hold nothing: None, and containers without children, by path."""
         counts = iter(self.counts)
         return {
@@ -116,7 +116,52 @@ class Tree:
         return node()[1]
 
 
-def _empty_family(kind: NodeKind) -> str:
+def from_ends(ends: Mapping[Path, NodeKind], *, known: Tree) -> Tree:
+    """The tree with these leaves and empty nodes; other nodes are as `known` has them.
+
+    Nodes that it does not have, and lists and tuples that have lost an element, are lists or
+    tuples where their keys allow it, else dicts.
+
+    Example:
+        >>> tree = Tree(("list", "leaf"), (1, 0), (None, Key("list", 0)))
+        >>> from_ends({(Key("str", "a"), Key("list", 0)): "leaf"}, known=tree).kinds
+        ('dict', 'list', 'leaf')
+    """
+    children: dict[Path, dict[Key, None]] = {}
+    for path in ends:
+        for depth in range(len(path)):
+            children.setdefault(path[:depth], {})[path[depth]] = None
+    known_kinds = dict(known.walk())
+    kinds: list[NodeKind] = []
+    counts: list[int] = []
+    keys: list[Key | None] = []
+
+    def enter(path: Path) -> None:
+        below = list(children.get(path, ()))
+        if all(isinstance(key.value, int) for key in below):
+            below.sort(key=lambda key: key.value)
+        kind = ends.get(path) or _container_kind(known_kinds.get(path), below)
+        kinds.append(kind)
+        counts.append(len(below))
+        keys.append(path[-1] if path else None)
+        for key in below:
+            enter((*path, key))
+
+    enter(())
+    return Tree(tuple(kinds), tuple(counts), tuple(keys))
+
+
+def _container_kind(known: NodeKind | None, keys: Sequence[Key]) -> NodeKind:
+    if known not in ("leaf", "none", "list", "tuple", None):
+        return known
+    if [key.value for key in keys] == list(range(len(keys))):
+        for kind in ("list", "tuple"):
+            if keys and all(key.kind == kind for key in keys):
+                return kind
+    return "dict"
+
+
+def _empty_family(kind: NodeKind) -> NodeKind:
     """Empty nodes that a load takes for one another have one name.
 
     A class may be a mapping, such as flax's FrozenDict; when it is empty nothing tells.

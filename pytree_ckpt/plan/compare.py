@@ -13,6 +13,7 @@ from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import Path, to_text
 from pytree_ckpt.format.shardings import Sharding, cell_of, same_layout
 from pytree_ckpt.format.trees import Tree
+from pytree_ckpt.plan.restructure import Restructured, Source
 
 WantKind = Literal[
     "jax", "key", "numpy", "scalar", "bool", "int", "float", "complex", "str", "bytes", "process"
@@ -43,19 +44,20 @@ class Want:
 class Match:
     """Leaves of the target paired with leaves of the checkpoint, and what found no partner."""
 
-    pairs: tuple[tuple[int, Leaf], ...]
+    pairs: tuple[tuple[int, Source], ...]
     skipped: tuple[Leaf, ...]
     mismatches: tuple[Mismatch, ...]
 
 
-def match_leaves(manifest: Manifest, tree: Tree, *, partial: bool) -> Match:
+def match_leaves(have: Restructured, tree: Tree, *, partial: bool) -> Match:
     """Pair leaves by path; leaves and empty containers on one side only are mismatches.
 
     With `partial` the target may ask for less than there is.
     """
-    saved = {leaf.path: leaf for leaf in manifest.leaves}
+    sources = {source.leaf.path: source for source in have.sources}
+    saved = {path: source.leaf for path, source in sources.items()}
     wanted = tree.leaf_paths()
-    pairs = [(at, saved[path]) for at, path in enumerate(wanted) if path in saved]
+    pairs = [(at, sources[path]) for at, path in enumerate(wanted) if path in sources]
     missing = [path for path in wanted if path not in saved]
     asked = set(wanted)
     extra = [leaf for path, leaf in saved.items() if path not in asked]
@@ -70,7 +72,7 @@ def match_leaves(manifest: Manifest, tree: Tree, *, partial: bool) -> Match:
             )
             for leaf in extra
         ]
-    found += _containers(manifest.tree, tree, partial=partial)
+    found += _containers(have, tree, partial=partial)
     return Match(pairs=tuple(pairs), skipped=tuple(extra), mismatches=tuple(found))
 
 
@@ -96,11 +98,11 @@ def _kinds(path: Path) -> str:
     return "/".join(key.kind for key in path) or "root"
 
 
-def _containers(saved: Tree, wanted: Tree, *, partial: bool) -> list[Mismatch]:
+def _containers(saved: Restructured, wanted: Tree, *, partial: bool) -> list[Mismatch]:
     """Empty containers and Nones, which no leaf path shows."""
-    if saved == wanted:
+    if saved.tree == wanted:
         return []
-    have, want = saved.empties(), wanted.empties()
+    have, want = saved.empties, wanted.empties()
     found = []
     for path, kind in want.items():
         if have.get(path) != kind and not partial:

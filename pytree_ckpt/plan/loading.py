@@ -1,5 +1,6 @@
 """The plan of a load: each chunk that is needed is read once and scattered to all who need it."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class ChunkRead:
         into: Number of a wanted box in which the chunk is one byte range, so that it can be read
             into place; None where it must be read aside.
         copies: What goes where else.
+        part: Number of the stored array it is of, where several make up the wanted one.
     """
 
     shard: int
@@ -37,6 +39,7 @@ class ChunkRead:
     into: int | None
     place: tuple[slice, ...]
     copies: tuple[Copy, ...]
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,10 @@ class ReadUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """How the distinct boxes that a process wants of one array are filled."""
+    """How the distinct boxes that a process wants of one array are filled.
+
+    `spec` is that of the wanted array; a chunk's own `box` is in the stored array it is of.
+    """
 
     spec: ArraySpec
     boxes: tuple[Box, ...]
@@ -89,6 +95,53 @@ def plan_reads(spec: ArraySpec, boxes: Sequence[Box]) -> ReadPlan:
     wanted = tuple(boxes)
     reads = _chunk_reads(spec, wanted) if spec.storage != "empty" else []
     return ReadPlan(spec=spec, boxes=wanted, units=_units(wanted, reads))
+
+
+def plan_stacked_reads(
+    stacked: ArraySpec, parts: Sequence[ArraySpec], boxes: Sequence[Box]
+) -> ReadPlan:
+    """Plan the reads that fill `boxes` of an array whose index `i` is the stored array `parts[i]`.
+
+    Example:
+        >>> from pytree_ckpt.format.boxes import whole
+        >>> def spec(shape, **storage):
+        ...     return ArraySpec(kind="numpy", dtype="int8", shape=shape, sharding=None, **storage)
+        >>> part = spec((4,), storage="packed", shard_shape=(4,), chunk_shape=(4,))
+        >>> stacked = spec((2, 4), storage="packed", shard_shape=(1, 4), chunk_shape=(1, 4))
+        >>> plan = plan_stacked_reads(stacked, [part, part], [whole((2, 4))])
+        >>> [(read.part, read.into, read.place[0]) for read in plan.units[0].reads]
+        [(0, 0, slice(0, 1, None)), (1, 0, slice(1, 2, None))]
+    """
+    wanted = tuple(boxes)
+    reads: list[ChunkRead] = []
+    for part, spec in enumerate(parts):
+        if spec.storage == "empty":
+            continue
+        users = [n for n, box in enumerate(wanted) if box.start[0] <= part < box.stop[0]]
+        within = tuple(Box(wanted[n].start[1:], wanted[n].stop[1:]) for n in users)
+        reads += [_lifted(read, part, users, wanted) for read in _chunk_reads(spec, within)]
+    return ReadPlan(spec=stacked, boxes=wanted, units=_units(wanted, reads))
+
+
+def _lifted(read: ChunkRead, part: int, users: Sequence[int], boxes: Sequence[Box]) -> ChunkRead:
+    """A read of one part, its places in boxes of the stack."""
+
+    def place_in(box: int, place: tuple[slice, ...]) -> tuple[slice, ...]:
+        at = part - boxes[box].start[0]
+        return (slice(at, at + 1), *place)
+
+    into = None if read.into is None else users[read.into]
+    copies = [
+        Copy(box=users[copy.box], place=place_in(users[copy.box], copy.place), source=copy.source)
+        for copy in read.copies
+    ]
+    return dataclasses.replace(
+        read,
+        part=part,
+        into=into,
+        place=() if into is None else place_in(into, read.place),
+        copies=tuple(copies),
+    )
 
 
 def _chunk_reads(spec: ArraySpec, boxes: tuple[Box, ...]) -> list[ChunkRead]:

@@ -43,10 +43,21 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A leaf, and how the wanted boxes of it are filled."""
+    """A leaf, and how the wanted boxes of it are filled; a stack is made of `rest` too."""
 
     leaf: Leaf
     plan: ReadPlan
+    rest: tuple[Leaf, ...] = ()
+
+    def part(self, number: int) -> Leaf:
+        """The stored leaf that chunks of this part are read from."""
+        return self.rest[number - 1] if number else self.leaf
+
+    @property
+    def arrays(self) -> list[Leaf]:
+        """Its leaves that are not packed."""
+        parts = (self.leaf, *self.rest)
+        return [p for p in parts if p.spec is not None and p.spec.storage != "packed"]
 
 
 class ReadStats:
@@ -160,31 +171,46 @@ class CheckpointReader:
     def _groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
         for name in ("arrays", "packed"):
             contents.refuse_link(self._data / name, None)
-        yield from self._packed_groups(requests)
+        begun: _Begun = {}
+        yield from self._packed_groups(requests, begun)
         group = _Group()
         for number, request in enumerate(requests):
-            if request.leaf.spec is None or request.leaf.spec.storage == "packed":
+            own = request.arrays
+            if not own:
                 continue
-            odd = self._odd_in_array(request.leaf)
+            odd = [damage for leaf in own for damage in self._odd_in_array(leaf)]
             if odd:
                 group.jobs.append(functools.partial(_report, odd))
             if any(damage.kind == "link" for damage in odd):
                 continue
-            for unit in request.plan.units:
-                self._add_unit(group, number, request, unit)
+            for at, unit in enumerate(request.plan.units):
+                self._add_unit(group, number, request, unit, begun.pop((number, at), None))
                 if 2 * group.nbytes >= self._bound:
                     yield group
                     group = _Group()
         if group.jobs or group.filled:
             yield group
 
-    def _add_unit(self, group: "_Group", number: int, request: Request, unit: ReadUnit) -> None:
-        """Buffers for the boxes of a unit, and a job for each of its chunks."""
-        buffers = _buffers(request.plan, unit)
-        group.nbytes += sum(buffer.nbytes for buffer in buffers.values())
+    def _add_unit(
+        self,
+        group: "_Group",
+        number: int,
+        request: Request,
+        unit: ReadUnit,
+        buffers: dict[int, Array] | None,
+    ) -> None:
+        """Buffers for the boxes of a unit, and a job for each chunk that is not packed.
+
+        Where some parts of a stack are packed, the buffers have those already.
+        """
+        if buffers is None:
+            buffers = _buffers(request.plan, unit)
+            group.nbytes += sum(buffer.nbytes for buffer in buffers.values())
         group.add(number, buffers)
         for read in unit.reads:
-            group.jobs.append(functools.partial(self._read_chunk, request.leaf, read, buffers))
+            leaf = request.part(read.part)
+            if leaf.spec is not None and leaf.spec.storage == "array":
+                group.jobs.append(functools.partial(self._read_chunk, leaf, read, buffers))
 
     def _read_chunk(self, leaf: Leaf, read: ChunkRead, buffers: Mapping[int, Array]) -> None:
         spec = leaf.spec
@@ -193,7 +219,7 @@ class CheckpointReader:
         if read.into is None:
             place = arrays.aligned_empty(read.shape, dtypes.dtype_of(spec.dtype))
         else:
-            place = buffers[read.into][read.place]
+            place = buffers[read.into][read.place].reshape(read.shape)
         store = self._store(leaf.index, leaf.name, spec)
         self._fetch(store, place.view(dtypes.storage_dtype(spec.dtype)), read.box, leaf, read)
         self.stats.add(place.nbytes)
@@ -255,8 +281,11 @@ class CheckpointReader:
         folder = contents.array_folder(self._data, leaf.name)
         return contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
 
-    def _packed_groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
-        """Packed shards: few large reads, each of many shards."""
+    def _packed_groups(self, requests: Sequence[Request], begun: "_Begun") -> Iterator["_Group"]:
+        """Packed shards: few large reads, each of many shards.
+
+        A stack with parts that are not packed is left in `begun`.
+        """
         shards = list(self._packed_shards(requests))
         buffers: dict[tuple[int, int], dict[int, Array]] = {}
         group = _Group()
@@ -276,16 +305,19 @@ class CheckpointReader:
                 request = requests[shard.request]
                 view = _view(memory, shard, window, request)
                 unit, key = request.plan.units[shard.unit], (shard.request, shard.unit)
+                leaf = request.part(shard.read.part)
                 if unit.is_direct:
                     group.add(shard.request, {unit.boxes[0]: view})
-                    placed.append(_Placed(shard, request.leaf, view, None))
+                    placed.append(_Placed(shard, leaf, view, None))
                     continue
                 if key not in buffers:
                     buffers[key] = _buffers(request.plan, unit)
                     group.nbytes += sum(b.nbytes for b in buffers[key].values())
-                placed.append(_Placed(shard, request.leaf, view, buffers[key]))
+                placed.append(_Placed(shard, leaf, view, buffers[key]))
                 left[key] -= 1
-                if not left[key]:
+                if not left[key] and request.arrays:
+                    begun[key] = buffers.pop(key)
+                elif not left[key]:
                     group.add(shard.request, buffers.pop(key))
             group.jobs.append(functools.partial(self._read_window, memory, window, placed))
             if 2 * group.nbytes >= self._bound:
@@ -296,11 +328,12 @@ class CheckpointReader:
 
     def _packed_shards(self, requests: Sequence[Request]) -> Iterator[PackedShard]:
         for number, request in enumerate(requests):
-            spec, leaf = request.plan.spec, request.leaf
-            if spec.storage != "packed":
-                continue
             for at, unit in enumerate(request.plan.units):
                 for read in unit.reads:
+                    leaf = request.part(read.part)
+                    spec = leaf.spec
+                    if spec is None or spec.storage != "packed":
+                        continue
                     shard = self.index.entry(leaf.index, read.shard, spec)
                     yield PackedShard(
                         process=shard.process,
@@ -357,6 +390,10 @@ class CheckpointReader:
         self._check(item.view, item.shard.digest, item.leaf, item.shard.read)
         if item.buffers is not None:
             _place(item.view, item.shard.read, item.buffers)
+
+
+_Begun = dict[tuple[int, int], dict[int, Array]]
+"""Buffers of a unit that have its packed shards, by the numbers of request and unit."""
 
 
 @dataclass(slots=True)

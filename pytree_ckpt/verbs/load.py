@@ -1,27 +1,23 @@
 """Load a checkpoint: describe the target, compare, plan, read and verify, place, assemble."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, IntegrityError, Mismatch, MismatchError
-from pytree_ckpt.format.arrays import ArraySpec
-from pytree_ckpt.format.boxes import whole
 from pytree_ckpt.format.manifest import Leaf, Manifest
-from pytree_ckpt.format.per_process import PerProcess
-from pytree_ckpt.jaxio import monitoring, placing, processes, targets
+from pytree_ckpt.jaxio import monitoring, processes, targets
 from pytree_ckpt.jaxio.targets import Target, TargetTree
 from pytree_ckpt.options import LoadOptions
-from pytree_ckpt.plan import casting, compare
-from pytree_ckpt.plan.loading import ReadPlan, plan_reads
+from pytree_ckpt.plan import compare
+from pytree_ckpt.plan.restructure import Restructured, Rules, restructure
 from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import Location, PathLike, locate
-from pytree_ckpt.store.reading import Array, CheckpointReader, Filled, Request
+from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.verbs.assembly import Assembly, Item
 
 _LOG = logging.getLogger("pytree_ckpt")
 
@@ -34,6 +30,9 @@ def load(
     reshard: bool = False,
     cast: bool = False,
     partial: bool = False,
+    rename: Rules | None = None,
+    stack: Rules | None = None,
+    unstack: Rules | None = None,
     verify: bool = True,
     options: LoadOptions | None = None,
 ) -> Any:
@@ -49,6 +48,14 @@ def load(
             target and a mesh everything goes to the default device.
         cast: Allow another dtype, by numpy's rules; an imaginary part is never dropped.
         partial: Allow a target that asks for fewer leaves than there are.
+        rename: Where leaves go that have another path in the target, by patterns of paths:
+            `{"params/*/kernel": "params/*/w", "opt/**": "opt/inner/**"}`. `*` stands within one
+            key, `**` for any number of keys; both sides have the same ones, in the same order.
+            See `restructure` for what the rules do without a load.
+        stack: Leaves that become one, with a leading dimension by the number in their path:
+            `{"params/layer_{}/**": "params/layers/**"}`.
+        unstack: Leaves that become one for each index of their leading dimension:
+            `{"params/layers/**": "params/layer_{}/**"}`.
         verify: Check every digest. Without it a flipped bit is loaded as it is.
         options: Memory bound and threads.
 
@@ -71,9 +78,23 @@ def load(
     manifest, lock = commit.open_to_read(location)
     with lock:
         with clock.stage("plan"):
-            wanted = _wanted(manifest, target, mesh)
+            wanted = None if target is None else targets.describe_target(target, mesh=mesh)
+            saved = restructure(
+                manifest,
+                rename=rename,
+                stack=stack,
+                unstack=unstack,
+                like=None if wanted is None else wanted.tree,
+            )
+            wanted = wanted or _everything(manifest, saved)
             items, skipped = _resolve(
-                manifest, wanted, target is None, mesh, reshard=reshard, cast=cast, partial=partial
+                manifest,
+                saved,
+                wanted,
+                mesh,
+                reshard=reshard,
+                cast=cast,
+                partial=partial,
             )
         reader = CheckpointReader(
             location.path, manifest, verify=verify, options=options or LoadOptions(), clock=clock
@@ -93,71 +114,54 @@ def load(
         clock,
     )
     monitoring.record("load", clock.seconds)
-    if target is None:
-        return manifest.tree.build(leaves)
+    if wanted.treedef is None:
+        return wanted.tree.build(leaves)
     return jax.tree_util.tree_unflatten(wanted.treedef, leaves)
 
 
-def _wanted(manifest: Manifest, target: Any, mesh: jax.sharding.Mesh | None) -> TargetTree:
-    if target is not None:
-        return targets.describe_target(target, mesh=mesh)
-    leaves = [targets.as_saved(leaf) for leaf in manifest.leaves]
-    return TargetTree(tree=manifest.tree, treedef=None, leaves=leaves, mismatches=[])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Item:
-    """A saved leaf, what is wanted of it, and where it goes: `at` in the list of results.
-
-    `sharding` is JAX's; None puts the array on the default device, uncommitted.
-    """
-
-    at: int
-    leaf: Leaf
-    target: Target
-    sharding: Any
-
-    @property
-    def on_device(self) -> bool:
-        return self.target.want.kind in ("jax", "key")
+def _everything(manifest: Manifest, saved: Restructured) -> TargetTree:
+    """The target that asks for all that there is, in builtin containers."""
+    leaves = [targets.as_saved(source.leaf) for source in saved.sources]
+    tree = saved.tree or manifest.tree
+    return TargetTree(tree=tree, treedef=None, leaves=leaves, mismatches=[])
 
 
 def _resolve(
     manifest: Manifest,
+    saved: Restructured,
     wanted: TargetTree,
-    everything: bool,
     mesh: jax.sharding.Mesh | None,
     *,
     reshard: bool,
     cast: bool,
     partial: bool,
-) -> tuple[list[_Item], Sequence[Leaf]]:
+) -> tuple[list[Item], Sequence[Leaf]]:
     """Pair what is wanted with what is saved.
 
     Raises:
         MismatchError: They do not fit.
     """
-    match = compare.match_leaves(manifest, wanted.tree, partial=partial)
+    match = compare.match_leaves(saved, wanted.tree, partial=partial)
     found = [*wanted.mismatches, *match.mismatches]
     if not reshard:
         found += compare.compare_processes(manifest, processes.process_count())
     unresolved = {m.path for m in wanted.mismatches}
     items = []
-    for at, leaf in match.pairs:
+    for at, source in match.pairs:
+        leaf, target = source.leaf, wanted.leaves[at]
         if leaf.text in unresolved:
             continue
-        target = wanted.leaves[at]
         wrong = compare.compare_leaf(leaf, target.want, cast=cast)
         wrong += compare.compare_owners(leaf, manifest, processes.process_count())
         wrong += targets.check_width(leaf, target.want)
         wrong += targets.check_impl(leaf, target.want)
         sharding = None
         if target.want.kind in ("jax", "key") and not wrong:
-            to_default = everything and reshard and mesh is None
+            to_default = wanted.treedef is None and reshard and mesh is None
             sharding, layout_wrong = _layout(leaf, target, mesh, to_default, reshard=reshard)
-            wrong += layout_wrong
+            wrong += layout_wrong if reshard else source.relayout or layout_wrong
         found += wrong
-        items.append(_Item(at=at, leaf=leaf, target=target, sharding=sharding))
+        items.append(Item(at=at, source=source, target=target, sharding=sharding))
     if found:
         raise MismatchError(found, leaves=len(manifest.leaves), remedy=compare.remedy(found))
     return items, match.skipped
@@ -191,180 +195,24 @@ def _layout(
 
 
 def _read(
-    reader: CheckpointReader, items: Sequence[_Item], count: int, clock: StageClock
+    reader: CheckpointReader, items: Sequence[Item], count: int, clock: StageClock
 ) -> list[Any]:
     """The leaves of the result, in the order of the target."""
-    assembly = _Assembly(count)
+    assembly = Assembly(count)
     requests = []
+    cut: dict[int, list[Item]] = {}
     for item in items:
         if item.leaf.spec is None:
             assembly.put_value(item, reader)
+        elif item.source.index is None:
+            requests.append(assembly.request(item))
         else:
-            requests.append(assembly.request(item, item.leaf.spec))
+            cut.setdefault(item.source.parts[0].index, []).append(item)
+    requests += [assembly.request_indices(indices) for indices in cut.values()]
     for group in reader.read(requests):
         with clock.stage("place"):
             assembly.place(group)
     return assembly.finish()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Pending:
-    """An array that is being put together: verified boxes, or shards already on their devices."""
-
-    item: _Item
-    spec: ArraySpec
-    layout: placing.Layout | None
-    boxes: list[Any]
-    shards: list[Any]
-    left: int
-
-    @property
-    def by_shard(self) -> bool:
-        """Whether shards go to their devices one by one, because the array is large."""
-        return self.layout is not None and self.spec.nbytes > _PLACE_WHOLE_NBYTES
-
-
-_PLACE_WHOLE_NBYTES = 64 << 20
-"""Arrays up to this size wait on the host until all of their boxes are there."""
-
-
-class _Assembly:
-    """Places what was read and puts leaves together."""
-
-    def __init__(self, count: int) -> None:
-        self._results: list[Any] = [None] * count
-        self._pending: list[_Pending] = []
-        self._layout_of: dict[Any, placing.Layout] = {}
-        self._plan_of: dict[tuple[int, int], ReadPlan] = {}
-
-    def request(self, item: _Item, spec: ArraySpec) -> Request:
-        """What to read for one leaf."""
-        layout = None
-        if item.on_device and item.sharding is not None:
-            mark = (item.sharding, spec.shape)
-            layout = self._layout_of.get(mark)
-            if layout is None:
-                layout = self._layout_of[mark] = placing.Layout(*mark)
-        key = (id(spec), id(layout))
-        if key not in self._plan_of:
-            boxes = [whole(spec.shape)] if layout is None else layout.boxes
-            self._plan_of[key] = plan_reads(spec, boxes)
-        plan = self._plan_of[key]
-        boxes_left: list[Any] = [None] * len(plan.boxes)
-        shards: list[Any] = [None] * (len(layout.places) if layout else 0)
-        self._pending.append(
-            _Pending(
-                item=item,
-                spec=spec,
-                layout=layout,
-                boxes=boxes_left,
-                shards=shards,
-                left=len(plan.boxes),
-            )
-        )
-        return Request(leaf=item.leaf, plan=plan)
-
-    def place(self, group: Sequence[Filled]) -> None:
-        """Put verified boxes on their devices; when this returns the group may be let go."""
-        loose: list[tuple[_Pending, int, Any, Array]] = []
-        placed: list[jax.Array] = []
-        for filled in group:
-            pending = self._pending[filled.request]
-            with _named(pending.item):
-                buffer = _as_wanted(pending.item, filled.buffer)
-            pending.left -= 1
-            if pending.by_shard and pending.layout is not None:
-                for at, place in pending.layout.holders(filled.box):
-                    loose.append((pending, at, place, buffer))
-                continue
-            pending.boxes[filled.box] = buffer
-            if pending.left:
-                continue
-            if not pending.item.on_device:
-                with _named(pending.item):
-                    self._results[pending.item.at] = _on_host(pending.item, buffer)
-            elif pending.layout is None:
-                loose.append((pending, 0, None, buffer))
-            else:
-                placed.append(self._finish(pending, _from_boxes(pending, pending.layout)))
-            pending.boxes = []
-        arrays = placing.put([entry[3] for entry in loose], [entry[2] for entry in loose])
-        for (pending, at, place, _), array in zip(loose, arrays, strict=True):
-            if place is None:
-                self._finish(pending, array)
-            else:
-                pending.shards[at] = array
-        placing.wait_for(placed)
-
-    def _finish(self, pending: _Pending, array: jax.Array) -> jax.Array:
-        spec, target = pending.spec, pending.item.target
-        weak = spec.weak_type if target.weak_type is None else target.weak_type
-        done = placing.finish(array, key_impl=spec.key_impl, weak_type=weak)
-        self._results[pending.item.at] = done
-        return done
-
-    def put_value(self, item: _Item, reader: CheckpointReader) -> None:
-        """A Python value, as the target wants it."""
-        want = item.target.want
-        if item.leaf.per_process:
-            own = reader.per_process(item.leaf.index)[processes.process_index()]
-            self._results[item.at] = PerProcess(own)
-        elif want.dtype is None:
-            value: Any = item.leaf.value
-            same = type(value).__name__ == want.kind
-            with _named(item):
-                self._results[item.at] = value if same else casting.as_python(value, want.kind)
-        else:
-            with _named(item):
-                buffer = casting.cast_value(item.leaf.value, want.dtype)
-            if item.on_device:
-                array = placing.replicate(buffer, item.sharding)
-                weak = bool(item.target.weak_type)
-                self._results[item.at] = placing.finish(array, key_impl=None, weak_type=weak)
-            else:
-                self._results[item.at] = buffer if want.kind == "numpy" else buffer[()]
-
-    def finish(self) -> list[Any]:
-        """All leaves."""
-        for pending in self._pending:
-            if pending.by_shard:
-                shape, sharding = pending.spec.shape, pending.item.sharding
-                self._finish(pending, placing.assemble(shape, sharding, pending.shards))
-        return self._results
-
-
-def _from_boxes(pending: _Pending, layout: placing.Layout) -> jax.Array:
-    return placing.from_boxes(pending.spec.shape, pending.item.sharding, layout, pending.boxes)
-
-
-def _as_wanted(item: _Item, buffer: Array) -> Array:
-    """The elements in the wanted dtype; a numpy leaf gets memory of its own."""
-    want, spec = item.target.want, item.leaf.spec
-    if spec is not None and not compare.is_same_bytes(spec, want):
-        return casting.cast(buffer, want.dtype or spec.dtype)
-    if not item.on_device and spec is not None and spec.storage == "packed":
-        return buffer.copy()
-    return buffer
-
-
-def _on_host(item: _Item, buffer: Array) -> Any:
-    want = item.target.want
-    if want.kind == "numpy":
-        return buffer
-    if want.kind == "scalar":
-        return buffer[()]
-    return casting.as_python(buffer[()], want.kind)
-
-
-@contextmanager
-def _named(item: _Item) -> Iterator[None]:
-    """Say which leaf it is that cannot be cast."""
-    try:
-        yield
-    except ValueError as error:
-        text = f"dtype: cannot be cast, {error}"
-        wrong = Mismatch(path=item.leaf.text, kind="dtype", text=text)
-        raise MismatchError([wrong], leaves=1, remedy="Ask for the dtype it has.") from None
 
 
 def _check_still_there(location: Location, manifest: Manifest) -> None:

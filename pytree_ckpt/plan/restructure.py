@@ -1,0 +1,376 @@
+"""What a load sees of a checkpoint: its leaves, or what rules make of them.
+
+Each rule takes leaves by a pattern of their saved paths and says where they go. At most one rule
+takes a leaf; all are applied at once, so that two paths can be swapped.
+"""
+
+import dataclasses
+import difflib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pytree_ckpt.errors import Mismatch, MismatchError
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.paths import Path, key_from_text, to_text
+from pytree_ckpt.format.shardings import Named, Sharding, Tiled, cell_of
+from pytree_ckpt.format.trees import NodeKind, Tree, from_ends
+from pytree_ckpt.plan import patterns
+from pytree_ckpt.plan.patterns import Pattern
+
+Verb = Literal["rename", "stack", "unstack"]
+Rules = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A leaf as a load sees it, and the stored leaves that it is made of.
+
+    Attributes:
+        leaf: Its path and its form. A stack has the layout of its parts, with a leading dimension
+            that is not cut.
+        parts: One stored leaf; for a stack that of each index of the leading dimension.
+        is_stack: Whether it is a stack, be it of one part.
+        index: The index in the leading dimension of the stored leaf that it is, None for all.
+        relayout: Why no sharding counts as the saved one.
+    """
+
+    leaf: Leaf
+    parts: tuple[Leaf, ...]
+    is_stack: bool = False
+    index: int | None = None
+    relayout: tuple[Mismatch, ...] = ()
+
+    def __str__(self) -> str:
+        first, last = self.parts[0].text, self.parts[-1].text
+        came = f"{first} … {last} (stack of {len(self.parts)})" if self.is_stack else first
+        came += "" if self.index is None else f"[{self.index}]"
+        return f"{came} -> {self.leaf.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restructured:
+    """What a load sees of a checkpoint; printed, it is a line for each leaf that a rule takes.
+
+    Attributes:
+        sources: The leaves.
+        empties: Nodes without leaves, by path: None, and empty containers.
+        tree: The containers; None where a target has them.
+        moved: What rules made.
+    """
+
+    sources: tuple[Source, ...]
+    empties: Mapping[Path, NodeKind]
+    tree: Tree | None
+    moved: tuple[Source, ...] = ()
+
+    def __str__(self) -> str:
+        rest = len(self.sources) - len(self.moved)
+        stay = "1 other leaf stays where it is"
+        if rest != 1:
+            stay = f"{rest} other leaves stay where they are"
+        return "\n".join([*map(str, self.moved), stay])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    verb: Verb
+    left: Pattern
+    right: Pattern
+
+    def match(self, text: str) -> tuple[tuple[str, ...], str] | None:
+        """What its wildcards stand for in a path, and apart from them the number."""
+        found = self.left.match(text)
+        if found is None:
+            return None
+        if "{}" not in self.left.wildcards:
+            return found, ""
+        at = self.left.wildcards.index("{}")
+        return (*found[:at], *found[at + 1 :]), found[at]
+
+    def wrong(self, text: str, *, path: str | None = None) -> Mismatch:
+        where = self.left.text if path is None else path
+        return Mismatch(path=where, kind="rule", text=f"{self.verb}: {text}")
+
+
+def restructure(
+    manifest: Manifest,
+    *,
+    rename: Rules | None = None,
+    stack: Rules | None = None,
+    unstack: Rules | None = None,
+    like: Tree | None = None,
+) -> Restructured:
+    """Apply rules to the paths of a checkpoint; see `load` for what they are.
+
+    Keys of new paths have the kinds that they have in `like`, the tree of a target.
+
+    Raises:
+        ValueError: A rule is not one.
+        MismatchError: Rules that do not fit the checkpoint, with every reason.
+    """
+    rules = [
+        _rule(verb, left, right)
+        for verb, given in (("rename", rename), ("stack", stack), ("unstack", unstack))
+        for left, right in (given or {}).items()
+    ]
+    if not rules:
+        sources = tuple(Source(leaf=leaf, parts=(leaf,)) for leaf in manifest.leaves)
+        return Restructured(sources=sources, empties=manifest.tree.empties(), tree=manifest.tree)
+    return _Restructuring(manifest, rules, like).run()
+
+
+def _rule(verb: str, left: str, right: str) -> _Rule:
+    rule = _Rule(verb=verb, left=patterns.parse(left), right=patterns.parse(right))  # type: ignore[arg-type]
+    numbers = [p.wildcards.count("{}") for p in (rule.left, rule.right)]
+    wanted = {"rename": [0, 0], "stack": [1, 0], "unstack": [0, 1]}[verb]
+    if numbers != wanted:
+        where = {
+            "rename": "neither side has '{}'",
+            "stack": "the left side has one '{}', the index, and the right side none",
+            "unstack": "the right side has one '{}', the index, and the left side none",
+        }[verb]
+        raise ValueError(f"{verb} {left!r} -> {right!r}: {where}")
+    stars = [[w for w in p.wildcards if w != "{}"] for p in (rule.left, rule.right)]
+    if stars[0] != stars[1]:
+        raise ValueError(f"{verb} {left!r} -> {right!r}: both sides have the same '*' and '**'")
+    return rule
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What one rule takes."""
+
+    renamed: list[tuple[Leaf, str]] = field(default_factory=list)
+    unstacked: list[tuple[Leaf, tuple[str, ...]]] = field(default_factory=list)
+    stacked: dict[str, list[tuple[int, Leaf]]] = field(default_factory=lambda: defaultdict(list))
+    empties: list[tuple[NodeKind, Path, tuple[str, ...]]] = field(default_factory=list)
+
+
+class _Restructuring:
+    """One application of rules."""
+
+    def __init__(self, manifest: Manifest, rules: Sequence[_Rule], like: Tree | None) -> None:
+        self._manifest = manifest
+        self._rules = rules
+        self._has_target = like is not None
+        self._wrong: list[Mismatch] = []
+        self._keys = _Keys(manifest.tree, like)
+        self._moved: list[Source] = []
+        self._stay: list[Source] = []
+        self._empties: dict[Path, NodeKind] = {}
+
+    def run(self) -> Restructured:
+        taken = [_Taken() for _ in self._rules]
+        self._take_leaves(taken)
+        self._take_empties(taken)
+        for rule, what in zip(self._rules, taken, strict=True):
+            self._apply(rule, what)
+        sources = [*self._stay, *self._moved]
+        self._check_distinct(sources)
+        if self._wrong:
+            raise MismatchError(self._wrong, leaves=len(self._manifest.leaves), remedy=_REMEDY)
+        return self._finish(sources)
+
+    def _rule_of(self, text: str) -> tuple[int, tuple[str, ...], str] | None:
+        """The rule that takes a path, and what its wildcards stand for there."""
+        found = [(at, m) for at, rule in enumerate(self._rules) if (m := rule.match(text))]
+        if len(found) > 1:
+            both = " and ".join(repr(self._rules[at].left.text) for at, _ in found[:2])
+            wrong = self._rules[found[0][0]].wrong(f"taken by {both}", path=text)
+            self._wrong.append(wrong)
+        return (found[0][0], *found[0][1]) if found else None
+
+    def _take_leaves(self, taken: Sequence[_Taken]) -> None:
+        for leaf in self._manifest.leaves:
+            match = self._rule_of(leaf.text)
+            if match is None:
+                self._stay.append(Source(leaf=leaf, parts=(leaf,)))
+                continue
+            at, found, number = match
+            rule, what = self._rules[at], taken[at]
+            if rule.verb == "rename":
+                what.renamed.append((leaf, rule.right.fill(found)))
+            elif rule.verb == "stack":
+                what.stacked[rule.right.fill(found)].append((int(number), leaf))
+            else:
+                what.unstacked.append((leaf, found))
+
+    def _take_empties(self, taken: Sequence[_Taken]) -> None:
+        for path, kind in self._manifest.tree.empties().items():
+            match = self._rule_of(to_text(path))
+            if match is None:
+                self._empties[path] = kind
+            else:
+                taken[match[0]].empties.append((kind, path, match[1]))
+
+    def _apply(self, rule: _Rule, what: _Taken) -> None:
+        if not (what.renamed or what.stacked or what.unstacked or what.empties):
+            texts = [leaf.text for leaf in self._manifest.leaves[:2000]]
+            near = difflib.get_close_matches(rule.left.text, texts, n=1)
+            note = f" (nearest: {near[0]})" if near else ""
+            self._wrong.append(rule.wrong(f"matches nothing in the checkpoint{note}"))
+        for leaf, text in what.renamed:
+            path = self._keys.path(text, leaf.path)
+            moved = dataclasses.replace(leaf, path=path, text=text)
+            self._moved.append(Source(leaf=moved, parts=(leaf,)))
+        for text, parts in what.stacked.items():
+            self._stack(rule, text, sorted(parts, key=lambda part: part[0]))
+        extent = 0
+        for leaf, found in what.unstacked:
+            extent = max(extent, self._unstack(rule, leaf, found))
+        for kind, path, found in what.empties:
+            numbers = range(extent) if rule.verb == "unstack" else [0]
+            for number in numbers:
+                text = rule.right.fill(found, str(number))
+                self._empties[self._keys.path(text, path)] = kind
+
+    def _stack(self, rule: _Rule, text: str, parts: list[tuple[int, Leaf]]) -> None:
+        numbers, leaves = [n for n, _ in parts], tuple(leaf for _, leaf in parts)
+        first = leaves[0]
+        wanted = list(range(numbers[0], numbers[0] + len(numbers)))
+        if numbers != wanted:
+            twice = len(set(numbers)) < len(numbers)
+            gap = "one comes twice" if twice else f"{min(set(wanted) - set(numbers))} is missing"
+            self._wrong.append(rule.wrong(f"has the indices {numbers}: {gap}", path=text))
+            return
+        odd = [leaf for leaf in leaves if _form(leaf) != _form(first)]
+        if first.spec is None or odd:
+            other = odd[0] if odd else first
+            reason = f"{first.text} is {first.describe()}"
+            reason += f", {other.text} is {other.describe()}" if odd else ", not an array"
+            self._wrong.append(rule.wrong(f"only arrays of one form stack: {reason}", path=text))
+            return
+        try:
+            spec = _stacked(first.spec, len(leaves))
+        except ValueError as error:
+            self._wrong.append(rule.wrong(str(error), path=text))
+            return
+        stacked = dataclasses.replace(
+            first, path=self._keys.path(text, first.path), text=text, spec=spec, name=None
+        )
+        mixed = [leaf for leaf in leaves if leaf.spec and leaf.spec.sharding != first.spec.sharding]
+        relayout: tuple[Mismatch, ...] = ()
+        if mixed and mixed[0].spec is not None:
+            was = f"{first.spec.sharding}, and {mixed[0].text} as {mixed[0].spec.sharding}"
+            relayout = (_relayout(text, f"{first.text} is saved as {was}"),)
+        self._moved.append(Source(leaf=stacked, parts=leaves, is_stack=True, relayout=relayout))
+
+    def _unstack(self, rule: _Rule, leaf: Leaf, found: tuple[str, ...]) -> int:
+        """One leaf for each index; how many there are."""
+        whole = leaf.spec
+        if whole is None or not whole.logical_shape or not whole.shape[0]:
+            text = f"{leaf.describe()} has no leading dimension to take apart"
+            self._wrong.append(rule.wrong(text, path=leaf.text))
+            return 0
+        cut = (
+            whole.sharding is not None
+            and whole.shape[0] != (cell_of(whole.sharding, whole.shape)[0])
+        )
+        why = f"{leaf.text} is saved as {whole.sharding}, which cuts the leading dimension"
+        spec = _unstacked(whole, cut=cut)
+        for index in range(whole.shape[0]):
+            text = rule.right.fill(found, str(index))
+            path = self._keys.path(text, leaf.path)
+            self._moved.append(
+                Source(
+                    leaf=dataclasses.replace(leaf, path=path, text=text, spec=spec, name=None),
+                    parts=(leaf,),
+                    index=index,
+                    relayout=(_relayout(text, why),) if cut else (),
+                )
+            )
+        return whole.shape[0]
+
+    def _check_distinct(self, sources: Sequence[Source]) -> None:
+        """Two leaves at one path, and leaves below a leaf."""
+        at: dict[str, Source] = {}
+        for source in sources:
+            text = source.leaf.text
+            if text in at:
+                both = f"{at[text].parts[0].text} and {source.parts[0].text} both come here"
+                self._wrong.append(Mismatch(path=text, kind="rule", text=both))
+            at[text] = source
+        for text, source in at.items():
+            above = text
+            while "/" in above:
+                above = above.rpartition("/")[0]
+                if above in at:
+                    here = f"{source.parts[0].text} comes below the leaf {above}"
+                    self._wrong.append(Mismatch(path=text, kind="rule", text=here))
+                    break
+
+    def _finish(self, sources: list[Source]) -> Restructured:
+        by_path = {source.leaf.path: source for source in sources}
+        inner = {path[:depth] for path in [*by_path, *self._empties] for depth in range(len(path))}
+        empties = {p: k for p, k in self._empties.items() if p not in inner and p not in by_path}
+        moved = tuple(self._moved)
+        if self._has_target:
+            return Restructured(sources=tuple(sources), empties=empties, tree=None, moved=moved)
+        ends: dict[Path, NodeKind] = {**dict.fromkeys(by_path, _LEAF), **empties}
+        tree = from_ends(ends, known=self._manifest.tree)
+        ordered = tuple(by_path[path] for path in tree.leaf_paths())
+        return Restructured(sources=ordered, empties=empties, tree=tree, moved=moved)
+
+
+class _Keys:
+    """Typed paths of texts: keys of a known node are its own, else as the rule has them."""
+
+    def __init__(self, saved: Tree, like: Tree | None) -> None:
+        trees = [saved] if like is None else [saved, like]
+        self._known = {to_text(path): path for tree in trees for path, _ in tree.walk()}
+
+    def path(self, text: str, origin: Path) -> Path:
+        """The path of a text that was made of `origin`."""
+        if text not in self._known:
+            above, _, last = text.rpartition("/")
+            own = {str(key): key for key in origin}
+            self._known[text] = (*self.path(above, origin), own.get(last) or key_from_text(last))
+        return self._known[text]
+
+
+def _form(leaf: Leaf) -> object:
+    """What parts of a stack have in common."""
+    spec = leaf.spec
+    return spec and (spec.kind, spec.dtype, spec.logical_shape, spec.key_impl)
+
+
+def _stacked(spec: ArraySpec, count: int) -> ArraySpec:
+    sharding = spec.sharding
+    if isinstance(sharding, Named):
+        sharding = dataclasses.replace(sharding, spec=((), *sharding.spec))
+    elif isinstance(sharding, Tiled):
+        sharding = dataclasses.replace(sharding, cell=(count, *sharding.cell))
+    return dataclasses.replace(
+        spec,
+        kind="numpy" if spec.kind == "scalar" else spec.kind,
+        shape=(count, *spec.shape),
+        sharding=sharding,
+        shard_shape=(1, *spec.shard_shape),
+        chunk_shape=(1, *spec.chunk_shape),
+    )
+
+
+def _unstacked(spec: ArraySpec, *, cut: bool) -> ArraySpec:
+    sharding: Sharding | None = spec.sharding
+    if isinstance(sharding, Named):
+        sharding = dataclasses.replace(sharding, spec=sharding.spec[1:])
+    elif isinstance(sharding, Tiled):
+        sharding = None if cut else dataclasses.replace(sharding, cell=sharding.cell[1:])
+    return dataclasses.replace(
+        spec,
+        shape=spec.shape[1:],
+        sharding=sharding,
+        shard_shape=spec.shard_shape[1:],
+        chunk_shape=spec.chunk_shape[1:],
+    )
+
+
+def _relayout(text: str, why: str) -> Mismatch:
+    return Mismatch(path=text, kind="sharding", text=f"sharding: {why}")
+
+
+_LEAF: NodeKind = "leaf"
+_REMEDY = "Each rule must take leaves, a leaf goes by one rule, and a path gets one leaf."
