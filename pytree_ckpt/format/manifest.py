@@ -76,6 +76,7 @@ class Manifest:
         metrics: Numbers that rank this checkpoint among others.
         created: Seconds since 1970, UTC.
         seconds: Seconds of each stage of the save.
+        linked_nbytes: Bytes of array data in files that the save linked from its base.
         id: sha256 of the content; it pins every byte of the checkpoint.
     """
 
@@ -95,6 +96,7 @@ class Manifest:
     versions: Mapping[str, str]
     created: float
     seconds: Mapping[str, float]
+    linked_nbytes: int = 0
     id: bytes = field(default=b"", compare=False)
 
     def __post_init__(self) -> None:

@@ -56,6 +56,7 @@ def to_bytes(manifest: Manifest) -> tuple[bytes, bytes]:
             "versions": dict(sorted(manifest.versions.items())),
             "created": float(manifest.created),
             "seconds": {k: float(v) for k, v in sorted(manifest.seconds.items())},
+            **({"linked_nbytes": manifest.linked_nbytes} if manifest.linked_nbytes else {}),
         },
     )
 
@@ -152,6 +153,7 @@ def from_bytes(data: bytes, *, what: str) -> Manifest:
             versions=_texts_of(reader.mapping("versions")),
             created=reader.number("created"),
             seconds=_numbers_of(reader.mapping("seconds")),
+            linked_nbytes=reader.count("linked_nbytes") if reader.has("linked_nbytes") else 0,
             id=digest,
         )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pytree_ckpt.errors import Damage, DamageKind, FormatError, IntegrityError
 from pytree_ckpt.format import tables, wire, zarr
+from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.tables import Table
 from pytree_ckpt.store import disk
@@ -130,16 +131,21 @@ def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
             continue
         spec, grid = leaf.spec, leaf.spec.shards
         folder = array_folder(data_folder, leaf.name)
-        index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * spec.chunks_per_shard
-        index_nbytes += _SHARD_INDEX_CHECKSUM_NBYTES
-        exact = spec.codec == "raw" and grid.size * math.prod(spec.shard_shape) == math.prod(
-            spec.shape
-        )
-        nbytes = math.prod(spec.shard_shape) * spec.itemsize + index_nbytes if exact else None
+        nbytes = shard_nbytes(spec)
         for shard in range(grid.size):
             file = folder / zarr.shard_file(grid.position(shard))
             _compare_size(file, nbytes, leaf.text, damage)
     return damage
+
+
+def shard_nbytes(spec: ArraySpec) -> int | None:
+    """Size of the file of every shard of an array, None if it depends on the content."""
+    if spec.codec != "raw" or spec.shards.size * math.prod(spec.shard_shape) != math.prod(
+        spec.shape
+    ):
+        return None
+    index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * spec.chunks_per_shard + _SHARD_INDEX_CHECKSUM_NBYTES
+    return math.prod(spec.shard_shape) * spec.itemsize + index_nbytes
 
 
 def _missing_pieces(

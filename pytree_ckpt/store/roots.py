@@ -87,6 +87,22 @@ def _look_at(path: Path, step: int) -> StepState | None:
     return state(manifest=manifest)
 
 
+def latest_whole(root: Path, names: StepNames, *, below: int) -> Path | None:
+    """The newest step below `below` that is not marked, and whose manifest and tables are sound."""
+    for step in reversed(committed_steps(root, names)):
+        path = root / names.name(step)
+        if step >= below or is_marked(path):
+            continue
+        try:
+            manifest = commit.read_manifest(Location(path))
+            for process in range(len(manifest.tables)):
+                contents.read_table(path / manifest.data_dir, manifest, process)
+        except (CheckpointError, OSError):
+            continue
+        return path
+    return None
+
+
 def quarantine(path: Path, reason: str) -> None:
     """Mark a checkpoint as damaged and leave it in place; where that is refused, nothing."""
     text = f"{_data_dir(path) or _NO_MANIFEST}\n{reason}\n"

@@ -1,5 +1,6 @@
 """Execute a plan of a save: hash and write shards, pack the small ones, keep the table."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
@@ -11,6 +12,7 @@ import tensorstore as ts
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.format import dtypes, tables, zarr
+from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Grid
 from pytree_ckpt.format.manifest import TableRef
 from pytree_ckpt.format.tables import Packed, Rows, Table
@@ -20,6 +22,7 @@ from pytree_ckpt.store import arrays, contents, disk
 from pytree_ckpt.store.budget import ByteBudget
 from pytree_ckpt.store.digests import Digest, digest_function, digest_of
 from pytree_ckpt.store.failures import storage_errors
+from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.workers import Workers, thread_count
 
 HostView = Callable[[int, Box], npt.NDArray[Any]]
@@ -27,7 +30,10 @@ HostView = Callable[[int, Box], npt.NDArray[Any]]
 
 
 class Writer:
-    """Writes what one process owns below a data folder."""
+    """Writes what one process owns below a data folder.
+
+    With a `base` the files of unchanged shards are linked; `texts` are the paths of the leaves.
+    """
 
     def __init__(
         self,
@@ -38,7 +44,12 @@ class Writer:
         process: int,
         options: SaveOptions,
         clock: StageClock,
+        base: Base | None = None,
+        texts: Sequence[str] = (),
     ) -> None:
+        self.linked_nbytes = 0
+        self._base = base
+        self._texts = texts
         self._clock = clock
         self._data = data
         self._plan = plan
@@ -47,7 +58,9 @@ class Writer:
         self._threads = thread_count(options.threads)
         self._codec = options.codec
         self._boxes: dict[tuple[int, int], Box] = {}
+        self._digest_name = options.digest
         self._digest: Digest = digest_function(options.digest)
+        self._lock = threading.Lock()
         self._budget = ByteBudget(options.max_inflight_bytes)
         self._ctx = arrays.context(threads=self._threads)
 
@@ -65,6 +78,9 @@ class Writer:
         )
         data, digest = tables.to_bytes(table)
         disk.write_new(contents.table_file(self._data, self._process), data)
+        if self._base is not None:
+            for leaf in np.unique(self._plan.array_leaf).tolist():
+                disk.fsync_dir(self._folder(leaf))
         for name in ("arrays", "packed", "tables"):
             disk.fsync_dir(self._data / name)
         return TableRef(nbytes=len(data), id=digest)
@@ -118,21 +134,45 @@ class Writer:
         with self._budget.hold(box.size * spec.itemsize):
             with self._clock.stage("device_to_host"):
                 source = np.ascontiguousarray(self._view(leaf, box))
+            if self._base is not None and (found := self._link(self._base, leaf, shard, source)):
+                return found
             values = source.view(dtypes.storage_dtype(spec.dtype))
-            name = self._plan.names[leaf]
-            with storage_errors(f"writing {contents.array_folder(self._data, name)}"):
+            with storage_errors(f"writing {self._folder(leaf)}"):
                 pending = store[box.slices()].write(
                     values, can_reference_source_data_indefinitely=True
                 )
                 try:
-                    with self._clock.stage("hash"):
-                        grid = Grid(box.shape, spec.chunk_shape)
-                        found = [digest_of(self._digest, source[b.slices()]) for b in grid.boxes()]
+                    found = self._digests(spec, source)
                 finally:
                     # The memory of `values` is TensorStore's until the write is done.
                     with self._clock.stage("write"):
                         pending.result()
+        return found
+
+    def _digests(self, spec: ArraySpec, source: npt.NDArray[Any]) -> bytes:
+        """The digests of the chunks of a shard."""
+        with self._clock.stage("hash"):
+            grid = Grid(source.shape, spec.chunk_shape)
+            found = [digest_of(self._digest, source[b.slices()]) for b in grid.boxes()]
         return b"".join(found)
+
+    def _link(self, base: Base, leaf: int, shard: int, source: npt.NDArray[Any]) -> bytes | None:
+        """Link the file of a shard that the base has; its digests, None if it must be written."""
+        spec = self._plan.spec(leaf)
+        twin = base.twin(self._texts[leaf], spec, self._digest_name)
+        if twin is None:
+            return None
+        found = self._digests(spec, source)
+        with self._clock.stage("link"):
+            self._folder(leaf).mkdir(exist_ok=True)
+            if not base.link(twin, shard, source, found, self._folder(leaf)):
+                return None
+        with self._lock:
+            self.linked_nbytes += source.nbytes
+        return found
+
+    def _folder(self, leaf: int) -> Path:
+        return contents.array_folder(self._data, self._plan.names[leaf])
 
     def _box(self, leaf: int, shard: int) -> Box:
         """The elements of a shard; leaves of one spec share the work."""

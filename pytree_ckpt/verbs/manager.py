@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -48,6 +49,7 @@ class CheckpointManager:
         save_every_seconds: Save when so many seconds have passed since the last save.
         prefix, width: How steps are named; `step_00001000` by default.
         background: Write in the background. False makes `save` return when it is durable.
+        link_unchanged: Link what a step would only repeat of the one before: `base` of `save`.
         on_sigterm: Take SIGTERM as a preemption: the next `save` saves whatever the step, waits,
             and raises `Preempted`; if there is none, `close` does once the last save is durable.
             Only in the main thread. Where `jax.distributed` is initialized before, JAX's
@@ -76,6 +78,7 @@ class CheckpointManager:
         prefix: str = "step_",
         width: int = 8,
         background: bool = True,
+        link_unchanged: bool = False,
         on_sigterm: bool = False,
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
@@ -90,6 +93,7 @@ class CheckpointManager:
         self._save_every = save_every
         self._save_every_seconds = save_every_seconds
         self._background = background
+        self._link_unchanged = link_unchanged
         self._save_options = save_options
         self._load_options = load_options
         self._pending: PendingSave | None = None
@@ -165,6 +169,7 @@ class CheckpointManager:
             self._root / self._names.name(number),
             tree,
             overwrite=replaces,
+            base=self._base(number),
             metadata=metadata,
             metrics=numbers,
             options=self._save_options,
@@ -179,6 +184,11 @@ class CheckpointManager:
         if preempted:
             raise self._preempted()
         return pending
+
+    def _base(self, step: int) -> Path | None:
+        if not self._link_unchanged:
+            return None
+        return roots.latest_whole(self._root, self._names, below=step)
 
     def _check_order(self, step: int, *, overwrite: bool) -> bool:
         """Whether the step replaces one that is there.

@@ -12,12 +12,14 @@ from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, FormatError
 from pytree_ckpt.format import manifest_file, values, wire
 from pytree_ckpt.format.manifest import Manifest, TableRef
+from pytree_ckpt.format.paths import to_text
 from pytree_ckpt.jaxio import monitoring, processes
 from pytree_ckpt.jaxio.buffers import HostViews
 from pytree_ckpt.jaxio.describe import Described, describe
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan, plan_save
 from pytree_ckpt.store import commit
+from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.store.writing import Writer
 from pytree_ckpt.verbs.pending import PendingSave
@@ -33,6 +35,7 @@ def save(
     tree: Any,
     *,
     overwrite: bool = False,
+    base: PathLike | None = None,
     metadata: Any = None,
     options: SaveOptions | None = None,
 ) -> Manifest:
@@ -45,6 +48,9 @@ def save(
         path: The folder of the checkpoint, made if it is missing.
         tree: Any pytree of arrays, typed keys, numbers, `str`, `bytes` and `PerProcess`.
         overwrite: Replace a checkpoint at `path`, in one atomic step.
+        base: A checkpoint on the same file system, such as the previous one. Files of large
+            shards that would be equal to its files are linked instead of written; each of the two
+            checkpoints stays whole when the other is deleted.
         metadata: JSON-like data to keep in the manifest.
         options: Digest, compression, memory bound and threads.
 
@@ -54,6 +60,8 @@ def save(
     Raises:
         UnsupportedLeafError: Leaves that cannot be saved; nothing was written.
         ExistsError: There is a checkpoint at `path` and `overwrite` is False.
+        NotFoundError, FormatError, IntegrityError: There is no checkpoint at `base`, or its
+            manifest or tables are damaged. A damaged shard of it is written anew.
         OSError: The storage refused or failed; nothing was committed.
 
     Example:
@@ -63,8 +71,19 @@ def save(
         >>> [str(leaf) for leaf in manifest.leaves]
         ['step  int', 'w  float64[2, 3] host array']
     """
-    job = _Job(path, tree, overwrite=overwrite, metadata=metadata, metrics=None, options=options)
-    return job.run()
+    job = _Job(
+        path,
+        tree,
+        overwrite=overwrite,
+        base=base,
+        metadata=metadata,
+        metrics=None,
+        options=options,
+    )
+    try:
+        return job.run()
+    finally:
+        job.release()
 
 
 def save_async(
@@ -72,6 +91,7 @@ def save_async(
     tree: Any,
     *,
     overwrite: bool = False,
+    base: PathLike | None = None,
     metadata: Any = None,
     options: SaveOptions | None = None,
 ) -> PendingSave:
@@ -93,7 +113,7 @@ def save_async(
         'w'
     """
     return start_save(
-        path, tree, overwrite=overwrite, metadata=metadata, metrics=None, options=options
+        path, tree, overwrite=overwrite, base=base, metadata=metadata, metrics=None, options=options
     )
 
 
@@ -102,6 +122,7 @@ def start_save(
     tree: Any,
     *,
     overwrite: bool,
+    base: PathLike | None,
     metadata: Any,
     metrics: Mapping[str, float] | None,
     options: SaveOptions | None,
@@ -114,7 +135,15 @@ def start_save(
     The caller counts as blocked since `started`, by `time.perf_counter()`.
     """
     started = time.perf_counter() if started is None else started
-    job = _Job(path, tree, overwrite=overwrite, metadata=metadata, metrics=metrics, options=options)
+    job = _Job(
+        path,
+        tree,
+        overwrite=overwrite,
+        base=base,
+        metadata=metadata,
+        metrics=metrics,
+        options=options,
+    )
     job.freeze()
     job.clock.add("blocked", time.perf_counter() - started)
 
@@ -139,6 +168,7 @@ class _Job:
         tree: Any,
         *,
         overwrite: bool,
+        base: PathLike | None,
         metadata: Any,
         metrics: Mapping[str, float] | None,
         options: SaveOptions | None,
@@ -164,6 +194,8 @@ class _Job:
                 described, self._plan, values.check_metadata(metadata), metrics, self._options
             )
         commit.check_free(self.location, overwrite=overwrite)
+        self._base = None if base is None else Base(locate(base), self.location)
+        self._texts = [] if base is None else list(map(to_text, described.paths))
         self._views = HostViews(described)
         self._per_process = described.per_process
 
@@ -172,13 +204,15 @@ class _Job:
         self._views.freeze()
 
     def release(self) -> None:
-        """Let go of the tree: the traceback of a failure may be kept for long."""
+        """Let go of the tree and the base: the traceback of a failure may be kept for long."""
         self._views.release()
+        if self._base is not None:
+            self._base.release()
 
     def run(self) -> Manifest:
         """Write and commit."""
         with commit.attempt(
-            self.location, overwrite=self._overwrite, needed_nbytes=self._plan.nbytes
+            self.location, overwrite=self._overwrite, needed_nbytes=self._needed_nbytes()
         ) as attempt:
             writer = Writer(
                 attempt.folder,
@@ -187,27 +221,44 @@ class _Job:
                 process=self._process,
                 options=self._options,
                 clock=self.clock,
+                base=self._base,
+                texts=self._texts,
             )
             table = writer.write(self._per_process)
+            if self._base is not None:
+                self._base.release()  # it may be what this save replaces
             complete = dataclasses.replace(
                 self._draft,
                 nonce=attempt.nonce,
                 tables=(table,),
                 seconds=dict(self.clock.seconds),
                 created=time.time(),
+                linked_nbytes=writer.linked_nbytes,
             )
             data, digest = manifest_file.to_bytes(complete)
             with self.clock.stage("commit"):
                 attempt.commit(data)
         _LOG.info(
-            "saved %s: %d leaves, %d bytes; %s",
+            "saved %s: %d leaves, %d bytes, of which %d are linked; %s",
             self.location,
             len(complete.leaf_codes),
             self._plan.nbytes,
+            complete.linked_nbytes,
             self.clock,
         )
         monitoring.record("save", self.clock.seconds)
         return manifest_file.with_id(complete, digest)
+
+    def _needed_nbytes(self) -> int:
+        """Bytes that must be free: without those of arrays that the base may have."""
+        if self._base is None:
+            return self._plan.nbytes
+        linkable = [
+            self._plan.spec(leaf).nbytes
+            for leaf in self._plan.names
+            if self._base.twin(self._texts[leaf], self._plan.spec(leaf), self._options.digest)
+        ]
+        return max(self._plan.nbytes - sum(linkable), 0)
 
 
 def _draft(

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.faults import disks, kill, power, replay
 from tests.faults.judge import Judge, Tally
-from tests.faults.scenarios import Scenario, deletion, first_save, overwrite, rotation
+from tests.faults.scenarios import Scenario, deletion, first_save, linked, overwrite, rotation
 
 COMMIT, DISK, ROOTS = (f"pytree_ckpt.store.{name}" for name in ("commit", "disk", "roots"))
 ARRAYS, WRITING = "pytree_ckpt.store.arrays", "pytree_ckpt.store.writing"
@@ -175,6 +175,11 @@ ALL = [
     ),
     Mutant(name="the manifest is written in place", edits=[(COMMIT, WRITE_TEMPORARY, IN_PLACE)]),
     Mutant(name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]),
+    Mutant(
+        name="folders of linked files are not synced",
+        edits=[(WRITING, "disk.fsync_dir(self._folder(leaf))", "pass")],
+        scenarios=[linked],
+    ),
     Mutant(name="table and manifest before the data", make=data_after_the_commit),
     Mutant(
         name="digests of two chunks change places in the table",

@@ -169,6 +169,32 @@ def overwrite() -> Scenario:
     )
 
 
+def linked() -> Scenario:
+    """Each overwrite links all files of what it replaces, whose own names then go."""
+
+    def prepare(root: Path) -> None:
+        pc.save(path_of(root, 1), state(1))
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        for _ in range(2):
+            made = pc.save(path_of(root, 1), state(1), overwrite=True, base=path_of(root, 1))
+            if not made.linked_nbytes:
+                raise RuntimeError("nothing was linked")
+            acknowledge("1.0")
+
+    def expect(_: Sequence[str]) -> Expected:
+        return Expected(required=frozenset([1]), most=2)
+
+    return Scenario(
+        name="overwrite, all linked",
+        prepare=prepare,
+        act=act,
+        expect=expect,
+        go_on=_overwrite_next,
+        keep=1,
+    )
+
+
 # --- rotation -----------------------------------------------------------------------------------
 
 
@@ -265,6 +291,7 @@ def all_scenarios() -> list[Scenario]:
     return [
         first_save(),
         overwrite(),
+        linked(),
         rotation(1),
         rotation(2),
         rotation(3),

@@ -1,0 +1,127 @@
+"""Files of an earlier checkpoint that a save shares instead of writing the same bytes again.
+
+A hard link is one more name of a file: each of two checkpoints stays whole when the other is
+deleted. But a file that is damaged is damaged in both, so what is linked is read first, and
+compared bit by bit with what is saved.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorstore as ts
+
+from pytree_ckpt.errors import CheckpointError, IntegrityError
+from pytree_ckpt.format import zarr
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Grid
+from pytree_ckpt.format.manifest import Leaf
+from pytree_ckpt.format.tables import ShardIndex
+from pytree_ckpt.store import arrays, commit, contents
+from pytree_ckpt.store.failures import UnreadableError, storage_errors
+from pytree_ckpt.store.locations import Location
+
+
+class Base:
+    """A committed checkpoint whose files a save may link; it stays in place until `release`.
+
+    Raises:
+        NotFoundError, FormatError: There is no checkpoint that can be read.
+        IntegrityError: Its tables are not the ones that its manifest names.
+        CheckpointError: It is on another file system than `target`, where no link leads.
+    """
+
+    def __init__(self, location: Location, target: Location) -> None:
+        self.manifest, self._lock = commit.open_to_read(location)
+        try:
+            _check_same_device(location.path, target.path)
+            self._data = location.path / self.manifest.data_dir
+            contents.refuse_link(self._data, None)
+            count = len(self.manifest.tables)
+            tables = [contents.read_table(self._data, self.manifest, p) for p in range(count)]
+            self._index = ShardIndex(self.manifest.leaf_specs, tables, digest=self.manifest.digest)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._ctx = arrays.context(threads=1)
+        self._stores: dict[int, ts.TensorStore] = {}
+
+    def twin(self, text: str, spec: ArraySpec, digest: str) -> Leaf | None:
+        """The leaf at the same path, if its shards are cut and stored as those of `spec` are."""
+        leaf = self.manifest.by_text.get(text)
+        if leaf is None or leaf.name is None or leaf.spec is None:
+            return None
+        same = _stored_as(leaf.spec) == _stored_as(spec) and self.manifest.digest == digest
+        return leaf if same else None
+
+    def link(
+        self, twin: Leaf, shard: int, source: npt.NDArray[Any], digests: bytes, folder: Path
+    ) -> bool:
+        """Give the file of a shard a name in `folder`, if it holds the elements of `source`.
+
+        `digests` are those of the chunks of `source`. The folder must be synced afterwards.
+        False if the elements differ, the file is damaged, or the file system refuses: the shard
+        must then be written.
+        """
+        spec = twin.spec
+        if spec is None or self._index.entry(twin.index, shard, spec).digests != digests:
+            return False
+        name = zarr.shard_file(spec.shards.position(shard))
+        file = contents.array_folder(self._data, twin.name or "") / name
+        try:
+            if not self._holds(twin, spec, shard, source, file):
+                return False
+            os.link(file, folder / name, follow_symlinks=False)
+        except (OSError, UnreadableError, IntegrityError):
+            # Whatever is wrong with the old file, or with links here: a new file will be right.
+            return False
+        return True
+
+    def _holds(
+        self, twin: Leaf, spec: ArraySpec, shard: int, source: npt.NDArray[Any], file: Path
+    ) -> bool:
+        """Whether a file is as a save leaves it, and reads as `source`, bit by bit."""
+        contents.refuse_link(file.parent, twin.text)
+        found = file.lstat()
+        if not stat.S_ISREG(found.st_mode) or contents.shard_nbytes(spec) not in (
+            None,
+            found.st_size,
+        ):
+            return False
+        if twin.index not in self._stores:
+            self._stores[twin.index] = arrays.open_leaf(
+                self._data, twin.name or "", spec, self._ctx, write=False
+            )
+        with storage_errors(f"reading {file}"):
+            stored = self._stores[twin.index][spec.shards.box(shard).slices()][
+                ts.d[:].translate_to[0]
+            ]
+            return all(
+                _bits(stored[part.slices()].read().result()) == _bits(source[part.slices()])
+                for part in Grid(source.shape, spec.chunk_shape).boxes()
+            )
+
+    def release(self) -> None:
+        """Let the checkpoint go."""
+        self._lock.release()
+
+
+def _stored_as(spec: ArraySpec) -> tuple[object, ...]:
+    return spec.dtype, spec.shape, spec.shard_shape, spec.chunk_shape, spec.codec
+
+
+def _bits(array: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _check_same_device(base: Path, target: Path) -> None:
+    while not target.exists():
+        target = target.parent
+    if base.stat().st_dev != target.stat().st_dev:
+        raise CheckpointError(
+            f"the base {base} is on another file system than {target}, where no link leads; "
+            "save without a base"
+        )
