@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytree_ckpt.verbs.manager import CheckpointManager
     from pytree_ckpt.verbs.pending import PendingSave
     from pytree_ckpt.verbs.preemption import Preempted
+    from pytree_ckpt.verbs.require import require
     from pytree_ckpt.verbs.restructure import plan_restructure
     from pytree_ckpt.verbs.save import save, save_async
     from pytree_ckpt.verbs.steps import latest_step, step_path, steps
@@ -69,6 +70,7 @@ __all__ = [
     "open",
     "plan_restructure",
     "read_manifest",
+    "require",
     "save",
     "save_async",
     "step_path",
@@ -84,6 +86,7 @@ _HOME = {
     **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),
     "PendingSave": ("verbs.pending", None),
     **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
+    "require": ("verbs.require", None),
     "plan_restructure": ("verbs.restructure", None),
     **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
     "CheckpointManager": ("verbs.manager", None),

@@ -30,13 +30,17 @@ DamageKind = Literal["digest", "missing", "unreadable", "extra", "link", "size",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """One way in which a request does not fit a checkpoint."""
+    """One way in which a request does not fit a checkpoint.
+
+    `reason` is the beginning of `text` that other leaves share; all of it if it is empty.
+    """
 
     path: str
     kind: MismatchKind
     text: str
     saved: str | None = None
     wanted: str | None = None
+    reason: str = ""
 
     def __str__(self) -> str:
         if self.kind == "process count":
@@ -75,16 +79,50 @@ class CheckpointError(Exception):
 class MismatchError(CheckpointError, ValueError):
     """The request does not fit the checkpoint; `mismatches` has every reason, not the first."""
 
-    def __init__(self, mismatches: Sequence[Mismatch], *, leaves: int, remedy: str) -> None:
+    def __init__(
+        self,
+        mismatches: Sequence[Mismatch],
+        *,
+        leaves: int,
+        remedy: str,
+        title: str | None = None,
+    ) -> None:
         self.mismatches = tuple(mismatches)
         self.remedy = remedy
-        count = len({m.path for m in mismatches if m.kind != "process count"})
-        verb = "does" if count == 1 else "do"
-        lines = [f"{count} of {max(leaves, count)} leaves {verb} not fit the target"]
-        if not count:
-            lines = ["the checkpoint does not fit the processes that load it"]
-        lines += [f"  {m}" for m in mismatches]
-        super().__init__("\n".join([*lines, remedy]))
+        lines = [title or _title(mismatches, leaves), *_lines(mismatches), remedy]
+        super().__init__("\n".join(lines))
+
+
+def _title(mismatches: Sequence[Mismatch], leaves: int) -> str:
+    if all(m.kind == "rule" for m in mismatches):
+        return "the rules do not fit the checkpoint"
+    count = len({m.path for m in mismatches if m.kind != "process count"})
+    if not count:
+        return "the checkpoint does not fit the processes that load it"
+    verb = "does" if count == 1 else "do"
+    return f"{count} of {max(leaves, count)} leaves {verb} not fit the target"
+
+
+_ONE_BY_ONE = 3
+"""Leaves of one reason that have a line each; more share one."""
+
+
+def _lines(mismatches: Sequence[Mismatch]) -> list[str]:
+    """Each reason in the place of its first leaf."""
+    of_reason: dict[str, list[Mismatch]] = {}
+    for mismatch in mismatches:
+        of_reason.setdefault(mismatch.reason or mismatch.text, []).append(mismatch)
+    lines = []
+    for mismatch in mismatches:
+        reason = mismatch.reason or mismatch.text
+        alike = of_reason[reason]
+        if len(alike) <= _ONE_BY_ONE:
+            lines.append(f"  {mismatch}")
+        elif mismatch is alike[0]:
+            first = [f"{m.path}{m.text.removeprefix(reason)}" for m in alike[:_ONE_BY_ONE]]
+            more = len(alike) - _ONE_BY_ONE
+            lines.append(f"  {len(alike)} leaves  {reason}: {', '.join(first)} and {more} more")
+    return lines
 
 
 class IntegrityError(CheckpointError):

@@ -67,8 +67,9 @@ def match_leaves(have: Restructured, tree: Tree, *, partial: bool) -> Match:
             Mismatch(
                 path=leaf.text,
                 kind="extra",
-                text=f"not in the target, saved as {leaf.describe()}",
+                text=f"not in the target (saved as {leaf.describe()})",
                 saved=leaf.describe(),
+                reason="not in the target",
             )
             for leaf in extra
         ]
@@ -83,14 +84,14 @@ def _missing(
     texts = {leaf.text: leaf for leaf in saved.values()}
     for at, path in enumerate(missing):
         text = to_text(path)
-        note = ""
+        reason, note = "missing in the checkpoint", ""
         if text in texts:
-            note = f" (saved under a key of another kind: {_kinds(texts[text].path)}, wanted "
-            note += f"{_kinds(path)})"
+            reason += f" (saved under a key of another kind: {_kinds(texts[text].path)}, wanted "
+            reason += f"{_kinds(path)})"
         elif at < MAX_SUGGESTIONS:
             near = difflib.get_close_matches(text, candidates[:2000], n=1)
             note = f" (nearest: {near[0]})" if near else ""
-        found.append(Mismatch(path=text, kind="missing", text=f"missing in the checkpoint{note}"))
+        found.append(Mismatch(path=text, kind="missing", text=f"{reason}{note}", reason=reason))
     return found
 
 

@@ -1,0 +1,76 @@
+"""Which parts of a training state a checkpoint has: its parameters, its optimizer, its place."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from pytree_ckpt.errors import Mismatch, MismatchError
+from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.format.paths import to_text
+from pytree_ckpt.plan import patterns
+
+Part = bool | str | Sequence[str]
+"""True for the key that the part is named after, else patterns of paths; False for no matter."""
+
+
+def require_parts(manifest: Manifest, parts: Mapping[str, Part], *, what: str) -> None:
+    """Check that each part is there; `what` names the checkpoint in the error.
+
+    Raises:
+        ValueError: No part is asked for, or a pattern is not one.
+        MismatchError: Parts that are missing, all of them.
+    """
+    wanted = {name: _patterns(name, part) for name, part in parts.items() if part is not False}
+    if not wanted:
+        raise ValueError("name what is required, such as params=True, opt_state=True, step=True")
+    nodes = {to_text(path): kind for path, kind in manifest.tree.walk()}
+    empty = {to_text(path) for path, kind in manifest.tree.empties().items() if kind != "none"}
+    ends = [*(leaf.text for leaf in manifest.leaves), *empty]
+    found: dict[str, set[str]] = {}
+    wrong: list[Mismatch] = []
+    for name, texts in wanted.items():
+        taken = {text: patterns.parse(text) for text in texts}
+        hits = {
+            text: {end for end in ends if pattern.match(end) is not None}
+            for text, pattern in taken.items()
+        }
+        wrong += [_missing(name, text, nodes) for text, hit in hits.items() if not hit]
+        if all(hits.values()):
+            found[name] = set().union(*hits.values())
+    if wrong:
+        lacks = len(wanted) - len(found)
+        title = f"{what} lacks {lacks} of {len(wanted)} required parts"
+        rest = set(ends) - set().union(*found.values())
+        raise MismatchError(wrong, leaves=len(ends), remedy=_remedy(found, rest), title=title)
+
+
+def _patterns(name: str, part: Part) -> Sequence[str]:
+    if part is True:
+        return [f"{name}/**"]
+    texts = [part] if isinstance(part, str) else part
+    if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) for t in texts):
+        raise ValueError(f"{name} must be True, False, a pattern or a list of them, not {part!r}")
+    return texts
+
+
+def _missing(name: str, pattern: str, nodes: Mapping[str, str]) -> Mismatch:
+    asked = pattern.removesuffix("/**")
+    if nodes.get(asked) == "none":
+        note = f": {asked} is None"
+    else:
+        # A node of this name somewhere else is nearer than one that is spelled like it.
+        near = [node for node in nodes if node.rpartition("/")[2] == asked]
+        near = near or difflib.get_close_matches(asked, list(nodes)[:2000], n=1)
+        note = f" (nearest: {near[0]})" if near else ""
+    return Mismatch(path=name, kind="missing", text=f"nothing matches {pattern!r}{note}")
+
+
+def _remedy(found: Mapping[str, object], rest: set[str]) -> str:
+    if not found:
+        return "Patterns are matched against the paths of the leaves; read_manifest lists them."
+    names = " and ".join(found)
+    if rest:
+        return f"It has {names}; load with partial=True takes what a target asks for."
+    return (
+        f"It holds nothing but {names}: load with partial=True takes that, for inference or to "
+        "start from, but no run can resume from it."
+    )
