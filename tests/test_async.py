@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pytree_ckpt as pc
+from pytree_ckpt.jaxio import buffers
 from tests.bitwise import assert_same
 from tests.gates import FullDisk, Gate, after_writing, before_writing
 
@@ -257,6 +258,60 @@ def test_a_change_of_directory_after_the_call_changes_nothing(
     pending.result()
     assert list(there.iterdir()) == []
     np.testing.assert_array_equal(load(here / "ckpt")["w"], np.arange(4))
+
+
+# --- accelerators, as far as CPU devices can stand in for them ------------------------------------
+
+
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU devices are taken for accelerators: what is in their memory is not on the host."""
+    monkeypatch.setattr(buffers, "_is_on_host", lambda array: False)
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("pinned", ["pinned_host", "no such memory"])
+def test_from_accelerators_a_state_that_is_donated_at_once_is_saved_as_it_was(
+    tmp_path: Path, mesh_8: Mesh, gate: Gate, monkeypatch: pytest.MonkeyPatch, pinned: str
+) -> None:
+    monkeypatch.setattr(buffers, "_PINNED", pinned)
+    kinds: list[str] = []
+    put = jax.device_put
+
+    def noted(x: Any, places: Any) -> Any:
+        kinds.extend(place.memory_kind for place in places)
+        return put(x, places)
+
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = step(training_state(mesh_8))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", noted)
+        pending = pc.save_async(tmp_path / "ckpt", state)
+    step(state)
+    for array in state.values():
+        array.delete()
+    gate.open()
+    pending.result()
+    assert kinds == (["pinned_host"] * (8 + 8 + 1 + 1) if pinned == "pinned_host" else [])
+    found = load(tmp_path / "ckpt")
+    for name, array in training_state(mesh_8).items():
+        np.testing.assert_array_equal(found[name], array + 1, err_msg=name)
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("save", [pc.save, lambda *call: pc.save_async(*call).result()])
+def test_from_accelerators_no_copy_stays_on_the_host_with_the_arrays(
+    tmp_path: Path, mesh_8: Mesh, monkeypatch: pytest.MonkeyPatch, save: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(buffers, "_PINNED", "no such memory")
+    state = training_state(mesh_8)
+    save(tmp_path / "ckpt", state)
+    for array in state.values():
+        for shard in (array, *(x.data for x in array.addressable_shards)):
+            assert shard._npy_value is None  # where JAX keeps it
+    found = load(tmp_path / "ckpt")
+    for name, array in state.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 # --- the end of a save ----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ MAX_FILE_NAME = 160
 """Longest name of an array folder in bytes; most file systems stop at 255."""
 
 _INTEGER = re.compile(r"-?\d+", re.ASCII)
-_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=,@")
+_ESCAPED = re.compile(rb"[^A-Za-z0-9_\-+=,@]")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_\-+=,@.%]{1,255}", re.ASCII)
 
 
@@ -90,7 +90,7 @@ def _segment(key: Key) -> str:
         return "%_"
     if _INTEGER.fullmatch(key.value):
         return _percent(key.value[:1].encode()) + key.value[1:]
-    return "".join(chr(b) if b in _PLAIN else _percent(bytes((b,))) for b in key.value.encode())
+    return _ESCAPED.sub(lambda byte: _percent(byte[0]).encode(), key.value.encode()).decode()
 
 
 def _digest(path: Path) -> str:

@@ -117,7 +117,6 @@ class _Leaves:
             raise _RefusedError("is an array that was deleted (donated to a jitted function?)")
         if keys.is_key_dtype(array.dtype):
             return self._keys(index, array)
-        _check_rank(array)
         self.arrays[index] = array
         mark = (array.dtype, array.shape, array.sharding, _is_weak(array), _is_committed(array))
         code = self._known.get(mark)
@@ -129,13 +128,13 @@ class _Leaves:
                 f"has keys of {array.dtype}, an implementation that JAX cannot find by its name"
             )
         data = keys.data_of(array)
-        _check_rank(data)
         self.arrays[index] = data
         mark = (array.dtype, data.shape, data.sharding, False, _is_committed(array))
         code = self._known.get(mark)
         return self._new_form(mark, data, array) if code is None else code
 
     def _new_form(self, mark: Any, array: jax.Array, logical: jax.Array | None) -> int:
+        _check_rank(array)
         try:
             sharding = shardings.describe(array.sharding, array.shape)
         except shardings.UnsupportedShardingError as error:

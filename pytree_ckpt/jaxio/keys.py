@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def is_key_dtype(dtype: Any) -> bool:
     """Whether a dtype is one of typed keys."""
-    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+    # A question to numpy first, because it is asked for each leaf, and JAX takes longer.
+    return not isinstance(dtype, np.dtype) and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 def impl_of_array(keys: jax.Array) -> str:

@@ -1,6 +1,7 @@
 """Save a pytree: describe, plan, write, commit."""
 
 import dataclasses
+import functools
 import logging
 import sys
 import time
@@ -100,6 +101,9 @@ def save_async(
     What is wrong with the tree or the path is raised here; what goes wrong later by
     `pending.result()`, and at the latest reported when the interpreter exits. Leaving the
     interpreter waits for the save.
+
+    On CPU no jax.Array above 1 MiB is copied: do not write to a numpy array that such a one was
+    made of without a copy. On accelerators the state is copied to the host in the background.
 
     Args and errors as `save`.
 
@@ -296,7 +300,9 @@ def _draft(
     return draft
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
+    # Looking them up takes milliseconds, and they stay what they are.
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _VERSIONS_OF:
         try:
