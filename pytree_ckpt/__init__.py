@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         MismatchError,
         NewerFormatError,
         NotFoundError,
+        PeerError,
         PeerTimeoutError,
         UnsupportedLeafError,
     )
@@ -56,6 +57,7 @@ __all__ = [
     "MismatchError",
     "NewerFormatError",
     "NotFoundError",
+    "PeerError",
     "PeerTimeoutError",
     "PendingSave",
     "PerProcess",

@@ -4,7 +4,7 @@ Every error of this library is a `CheckpointError`, and also the built-in error 
 Failures of the storage itself (a full disk, a folder without write permission) are `OSError`s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -166,4 +166,12 @@ class PeerTimeoutError(CheckpointError, TimeoutError):
 
     def __init__(self, message: str, *, missing: Sequence[int]) -> None:
         self.missing = tuple(missing)
+        super().__init__(message)
+
+
+class PeerError(CheckpointError):
+    """What failed on another process failed here too; `failures` says by process what it was."""
+
+    def __init__(self, message: str, *, failures: Mapping[int, str]) -> None:
+        self.failures = dict(failures)
         super().__init__(message)

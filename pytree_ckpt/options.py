@@ -24,6 +24,11 @@ class SaveOptions:
         max_inflight_bytes: Bound on the bytes that are copied or buffered at one time. A single
             request above it goes alone.
         threads: Threads that write and hash; `None` takes one for each processor.
+        timeout_s: With several processes, how long process 0 waits for the others when it has come
+            to the same point; they wait twice as long for process 0. What one process takes longer
+            to write than another counts. For an error that names who is missing, keep twice this
+            below the `heartbeat_timeout_seconds` of `jax.distributed.initialize` (100 by default),
+            after which the runtime ends every process.
 
     Example:
         >>> SaveOptions(compress="zstd").digest
@@ -34,12 +39,15 @@ class SaveOptions:
     compress: Literal["zstd"] | None = None
     max_inflight_bytes: int = 256 * MIB
     threads: int | None = None
+    timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
         if self.digest not in ("sha256", "xxh3_128"):
             raise ValueError(f"digest must be 'sha256' or 'xxh3_128', not {self.digest!r}")
         if self.compress not in (None, "zstd"):
             raise ValueError(f"compress must be None or 'zstd', not {self.compress!r}")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, not {self.timeout_s}")
         _check_bounds(self.max_inflight_bytes, self.threads)
 
     @property

@@ -60,7 +60,7 @@ class HostViews:
         self._places: dict[int, _Place] = {}
         self._fetched = functools.lru_cache(maxsize=_RECENT_SHARDS)(self._fetch)
         for array in described.arrays.values():
-            if not isinstance(array, np.ndarray):
+            if not isinstance(array, np.ndarray) and array.sharding.addressable_devices:
                 # JAX makes the shards of an array when they are first asked for. In JAX 0.10 two
                 # threads that ask at once make each of them twice, in any order.
                 array.addressable_data(0)
@@ -85,6 +85,8 @@ class HostViews:
                 self._arrays[leaf] = self._frozen(leaf, array)
 
     def _frozen(self, leaf: int, array: jax.Array) -> _Shards:
+        if not array.sharding.addressable_devices:
+            return _Shards({})
         place = self._place(leaf, array)
         shards = {n: array.addressable_data(n) for n in place.number_at.values()}
         if not place.is_on_host:

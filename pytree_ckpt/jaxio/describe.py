@@ -33,6 +33,8 @@ class Described:
         arrays: The arrays by leaf; keys as their data.
         values: The Python values, in order.
         per_process: The values of this process, by leaf.
+        copied: Leaves that every process has a copy of: arrays of the host, and arrays that are
+            on devices of one process only. Process 0 saves its own.
     """
 
     tree: Tree
@@ -42,6 +44,7 @@ class Described:
     arrays: dict[int, Any]
     values: list[Value]
     per_process: dict[int, Any]
+    copied: tuple[int, ...]
 
 
 def describe(tree: Any) -> Described:
@@ -66,6 +69,7 @@ def describe(tree: Any) -> Described:
         arrays=found.arrays,
         values=found.values,
         per_process=found.per_process,
+        copied=tuple(index for index, array in found.arrays.items() if _is_copied(array)),
     )
 
 
@@ -137,6 +141,8 @@ class _Leaves:
         _check_rank(array)
         try:
             sharding = shardings.describe(array.sharding, array.shape)
+            if _is_copied(array):
+                sharding = shardings.in_process_0(sharding)
         except shardings.UnsupportedShardingError as error:
             raise _RefusedError(f"has a sharding that cannot be saved: {error}") from None
         return self._add(
@@ -173,6 +179,10 @@ def _check_rank(array: Any) -> None:
     most = MAX_NDIM if array.nbytes < PACK_BELOW_NBYTES else MAX_ZARR_NDIM
     if array.ndim > most:
         raise _RefusedError(f"has {array.ndim} dimensions, more than {most}: reshape it")
+
+
+def _is_copied(array: Any) -> bool:
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 def _is_weak(array: Any) -> bool:

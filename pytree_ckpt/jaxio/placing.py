@@ -76,9 +76,12 @@ def wait_for(arrays: Sequence[jax.Array]) -> None:
 
 
 def replicate(buffer: Array, sharding: Any) -> jax.Array:
-    """A small array, whole on every device of a sharding."""
-    array: jax.Array = jax.device_put(buffer, sharding)
-    return array
+    """A small array, whole on the devices of a sharding, or on the default device."""
+    if sharding is None:
+        array: jax.Array = jax.device_put(buffer)
+        return array
+    # Where some devices are of other processes, `device_put` would wait for these.
+    return jax.make_array_from_callback(buffer.shape, sharding, lambda index: buffer[index])
 
 
 def assemble(shape: Shape, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:

@@ -38,3 +38,12 @@ def has_preemption_service() -> bool:
 def reached_sync_point(number: int) -> bool:
     """Whether all processes are to stop at their call with this number, one above the last."""
     return bool(multihost_utils.reached_preemption_sync_point(number))
+
+
+def place_in_process_0() -> dict[int, int]:
+    """For the id of each device of this process that of its counterpart in process 0.
+
+    A device that has none is left out.
+    """
+    first = [device.id for device in jax.devices() if device.process_index == 0]
+    return dict(zip((device.id for device in jax.local_devices()), first, strict=False))

@@ -1,5 +1,6 @@
 """JAX shardings to plain data and back."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDevic
 
 from pytree_ckpt.format.boxes import Box, Grid, Shape
 from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Single, Spec, Tiled
+from pytree_ckpt.jaxio import processes
 
 
 class UnsupportedShardingError(ValueError):
@@ -88,6 +90,30 @@ def _tiled(sharding: Any, shape: Shape) -> Tiled:
         device_ids=tuple(d.id for d in devices),
         memory_kind=_memory_kind(sharding, devices[0]),
     )
+
+
+def in_process_0(sharding: Sharding) -> Sharding:
+    """A sharding on devices of this process, on the like devices of process 0 instead.
+
+    Raises:
+        UnsupportedShardingError: Process 0 has no such devices.
+    """
+    place = processes.place_in_process_0()
+    try:
+        match sharding:
+            case Single():
+                return dataclasses.replace(sharding, device_id=place[sharding.device_id])
+            case Tiled():
+                ids = tuple(place[device_id] for device_id in sharding.device_ids)
+                return dataclasses.replace(sharding, device_ids=ids)
+            case Named():
+                ids = tuple(place[device_id] for device_id in sharding.mesh.device_ids)
+                mesh = dataclasses.replace(sharding.mesh, device_ids=ids)
+                return dataclasses.replace(sharding, mesh=mesh)
+    except KeyError as error:
+        raise UnsupportedShardingError(
+            f"it is on device {error} of one process alone, and process 0 has no such device"
+        ) from None
 
 
 def box_of(index: Sequence[slice], shape: Shape) -> Box:

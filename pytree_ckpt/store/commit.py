@@ -161,6 +161,26 @@ def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Itera
             raise
 
 
+def data_folder(location: Location, nonce: str) -> Path:
+    """Where a save writes."""
+    return location.path / f"data-{nonce}"
+
+
+def sees(location: Location, nonce: str) -> bool:
+    """Whether this process finds the data folder that another process has made for a save."""
+    folder = data_folder(location, nonce)
+    until = time.monotonic() + _VISIBLE_S
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_BUSY_S)
+    return True
+
+
+_VISIBLE_S = 1.0
+"""Shared file systems may take a moment to show one machine what another has made."""
+
+
 def _check_space(path: Path, needed_nbytes: int) -> None:
     free = disk.free_nbytes(path)
     if free is not None and free < needed_nbytes:

@@ -67,7 +67,7 @@ class Writer:
     def write(self, per_process: Mapping[int, Any]) -> TableRef:
         """Write everything, durably up to `data`; `per_process` are values of this process."""
         for name in ("arrays", "packed", "tables"):
-            (self._data / name).mkdir()
+            (self._data / name).mkdir(exist_ok=True)
         rows, packed_rows = self._write_shards()
         table = Table(
             process=self._process,

@@ -1,34 +1,15 @@
 """Save a pytree: describe, plan, write, commit."""
 
-import dataclasses
-import functools
-import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata as distributions
 from typing import Any
 
-from pytree_ckpt.clock import StageClock
-from pytree_ckpt.errors import CheckpointError, FormatError
-from pytree_ckpt.format import manifest_file, values, wire
-from pytree_ckpt.format.manifest import Manifest, TableRef
-from pytree_ckpt.format.paths import to_text
-from pytree_ckpt.jaxio import monitoring, processes
-from pytree_ckpt.jaxio.buffers import HostViews
-from pytree_ckpt.jaxio.describe import Described, describe
+from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.jaxio import processes
 from pytree_ckpt.options import SaveOptions
-from pytree_ckpt.plan.saving import SavePlan, plan_save
-from pytree_ckpt.store import commit
-from pytree_ckpt.store.linking import Base
-from pytree_ckpt.store.locations import PathLike, locate
-from pytree_ckpt.store.writing import Writer
+from pytree_ckpt.store.locations import PathLike
 from pytree_ckpt.verbs.pending import PendingSave
-
-_LOG = logging.getLogger("pytree_ckpt")
-_ROW_NBYTES = 64
-"""Bytes of a table for one shard, about."""
-_VERSIONS_OF = ("pytree-ckpt", "jax", "jaxlib", "numpy", "tensorstore")
+from pytree_ckpt.verbs.save_job import SaveJob
 
 
 def save(
@@ -44,6 +25,10 @@ def save(
 
     Every device shard is written from where it is, without gathering. Nothing that is committed
     is touched before the new checkpoint is; if anything fails, what was there is still there.
+
+    With several processes every one calls this, in the same order as its other saves, with the
+    same path and tree; a replicated part is written by one of them. A failure on any process
+    fails the save on all.
 
     Args:
         path: The folder of the checkpoint, made if it is missing.
@@ -64,6 +49,8 @@ def save(
         NotFoundError, FormatError, IntegrityError: There is no checkpoint at `base`, or its
             manifest or tables are damaged. A damaged shard of it is written anew.
         OSError: The storage refused or failed; nothing was committed.
+        PeerError: It failed on another process, or the processes do not save the same.
+        PeerTimeoutError: Other processes did not come to the same point in time.
 
     Example:
         >>> import tempfile, numpy as np
@@ -72,7 +59,7 @@ def save(
         >>> [str(leaf) for leaf in manifest.leaves]
         ['step  int', 'w  float64[2, 3] host array']
     """
-    job = _Job(
+    job = SaveJob(
         path,
         tree,
         overwrite=overwrite,
@@ -134,12 +121,12 @@ def start_save(
     after: Callable[[], None] = lambda: None,
     started: float | None = None,
 ) -> PendingSave:
-    """As `save_async`; `before` and `after` run in the background around the save.
+    """As `save_async`; `before` and `after` run in the background around the save, in process 0.
 
     The caller counts as blocked since `started`, by `time.perf_counter()`.
     """
     started = time.perf_counter() if started is None else started
-    job = _Job(
+    job = SaveJob(
         path,
         tree,
         overwrite=overwrite,
@@ -153,160 +140,11 @@ def start_save(
 
     def work() -> Manifest:
         try:
-            before()
-            manifest = job.run()
+            manifest = job.run(before)
         finally:
             job.release()
-        after()
+        if processes.process_index() == 0:
+            after()
         return manifest
 
     return PendingSave(work, str(job.location))
-
-
-class _Job:
-    """A save that is planned: nothing is written yet, and nothing in the tree is wrong."""
-
-    def __init__(
-        self,
-        path: PathLike,
-        tree: Any,
-        *,
-        overwrite: bool,
-        base: PathLike | None,
-        metadata: Any,
-        metrics: Mapping[str, float] | None,
-        options: SaveOptions | None,
-    ) -> None:
-        self.location = locate(path)
-        self.clock = StageClock()
-        self._overwrite = overwrite
-        self._options = options or SaveOptions()
-        self._process = processes.process_index()
-        if processes.process_count() > 1:
-            raise CheckpointError("this release saves from one process only")
-        with self.clock.stage("plan"):
-            described = describe(tree)
-            self._plan = plan_save(
-                described.paths,
-                described.forms,
-                described.codes,
-                process=self._process,
-                process_of=processes.process_of_device(),
-                codec=self._options.codec,
-            )
-            self._draft = _draft(
-                described, self._plan, values.check_metadata(metadata), metrics, self._options
-            )
-        commit.check_free(self.location, overwrite=overwrite)
-        self._base = None if base is None else Base(locate(base), self.location)
-        self._texts = [] if base is None else list(map(to_text, described.paths))
-        self._views = HostViews(described)
-        self._per_process = described.per_process
-
-    def freeze(self) -> None:
-        """Let the caller have the tree back."""
-        self._views.freeze()
-
-    def release(self) -> None:
-        """Let go of the tree and the base: the traceback of a failure may be kept for long."""
-        self._views.release()
-        if self._base is not None:
-            self._base.release()
-
-    def run(self) -> Manifest:
-        """Write and commit."""
-        with commit.attempt(
-            self.location, overwrite=self._overwrite, needed_nbytes=self._needed_nbytes()
-        ) as attempt:
-            writer = Writer(
-                attempt.folder,
-                self._plan,
-                self._views,
-                process=self._process,
-                options=self._options,
-                clock=self.clock,
-                base=self._base,
-                texts=self._texts,
-            )
-            table = writer.write(self._per_process)
-            if self._base is not None:
-                self._base.release()  # it may be what this save replaces
-            complete = dataclasses.replace(
-                self._draft,
-                nonce=attempt.nonce,
-                tables=(table,),
-                seconds=dict(self.clock.seconds),
-                created=time.time(),
-                linked_nbytes=writer.linked_nbytes,
-            )
-            data, digest = manifest_file.to_bytes(complete)
-            with self.clock.stage("commit"):
-                attempt.commit(data)
-        _LOG.info(
-            "saved %s: %d leaves, %d bytes, of which %d are linked; %s",
-            self.location,
-            len(complete.leaf_codes),
-            self._plan.nbytes,
-            complete.linked_nbytes,
-            self.clock,
-        )
-        monitoring.record("save", self.clock.seconds)
-        return manifest_file.with_id(complete, digest)
-
-    def _needed_nbytes(self) -> int:
-        """Bytes that must be free: without those of arrays that the base may have."""
-        if self._base is None:
-            return self._plan.nbytes
-        linkable = [
-            self._plan.spec(leaf).nbytes
-            for leaf in self._plan.names
-            if self._base.twin(self._texts[leaf], self._plan.spec(leaf), self._options.digest)
-        ]
-        return max(self._plan.nbytes - sum(linkable), 0)
-
-
-def _draft(
-    described: Described,
-    plan: SavePlan,
-    metadata: Any,
-    metrics: Mapping[str, float] | None,
-    options: SaveOptions,
-) -> Manifest:
-    """The manifest but for what is known only at the end; too large a one is refused here."""
-    rows = len(plan.array_leaf) + len(plan.packed_leaf)
-    if rows * _ROW_NBYTES > wire.MAX_FILE_BYTES:
-        raise FormatError(
-            f"the tree has {rows} shards, more than one table can list; use fewer, larger arrays"
-        )
-    draft = Manifest(
-        nonce="0" * 32,
-        digest=options.digest,
-        tree=described.tree,
-        specs=plan.specs,
-        leaf_codes=plan.codes,
-        values=tuple(described.values),
-        names=tuple(plan.names.values()),
-        process_count=processes.process_count(),
-        device_count=processes.device_count(),
-        platform=processes.platform(),
-        tables=(TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32)),) * processes.process_count(),
-        metadata=metadata,
-        metrics={name: float(value) for name, value in (metrics or {}).items()},
-        versions=_versions(),
-        created=0.0,
-        seconds={},
-    )
-    manifest_file.to_bytes(draft)
-    return draft
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    # Looking them up takes milliseconds, and they stay what they are.
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = distributions.version(name)
-        except distributions.PackageNotFoundError:
-            found[name] = "unknown"
-    return found

@@ -1,0 +1,289 @@
+"""A save that is planned, alone or with other processes: it writes, and process 0 commits."""
+
+import dataclasses
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata as distributions
+from pathlib import Path
+from typing import Any
+
+from pytree_ckpt.clock import StageClock
+from pytree_ckpt.errors import CheckpointError, FormatError
+from pytree_ckpt.format import manifest_file, values, wire
+from pytree_ckpt.format.boxes import whole
+from pytree_ckpt.format.manifest import Manifest, TableRef
+from pytree_ckpt.format.paths import to_text
+from pytree_ckpt.jaxio import monitoring, processes
+from pytree_ckpt.jaxio.buffers import HostViews
+from pytree_ckpt.jaxio.coordination import Session
+from pytree_ckpt.jaxio.describe import Described, describe
+from pytree_ckpt.options import LoadOptions, SaveOptions
+from pytree_ckpt.plan import agreement
+from pytree_ckpt.plan.saving import SavePlan, plan_save
+from pytree_ckpt.store import commit
+from pytree_ckpt.store.digests import digest_function, digest_of
+from pytree_ckpt.store.linking import Base
+from pytree_ckpt.store.locations import Location, PathLike, locate
+from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.store.writing import Writer
+
+_LOG = logging.getLogger("pytree_ckpt")
+_ROW_NBYTES = 64
+"""Bytes of a table for one shard, about."""
+_VERSIONS_OF = ("pytree-ckpt", "jax", "jaxlib", "numpy", "tensorstore")
+
+
+class SaveJob:
+    """A save that is planned: nothing is written yet, and nothing in the tree is wrong.
+
+    With several processes, process 0 makes the data folder, all write into it, and process 0
+    commits. They meet three times: when process 0 has told where, when all have told that they
+    see that place and save the same, and when all have written. So what one of them could not do
+    is known to all before anything is committed, and that it is committed before anyone returns.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        tree: Any,
+        *,
+        overwrite: bool,
+        base: PathLike | None,
+        metadata: Any,
+        metrics: Mapping[str, float] | None,
+        options: SaveOptions | None,
+    ) -> None:
+        self.clock = StageClock()
+        self._overwrite = overwrite
+        self._options = options or SaveOptions()
+        self._session = Session(f"the save to {path}", timeout_s=self._options.timeout_s)
+        self._process = self._session.process
+        with self._session.ends_by_failure():
+            self.location = locate(path)
+            with self.clock.stage("plan"):
+                described = describe(tree)
+                self._plan = plan_save(
+                    described.paths,
+                    described.forms,
+                    described.codes,
+                    process=self._process,
+                    process_of=processes.process_of_device(),
+                    codec=self._options.codec,
+                )
+                self._draft = _draft(
+                    described, self._plan, values.check_metadata(metadata), metrics, self._options
+                )
+            if self._process == 0:
+                commit.check_free(self.location, overwrite=overwrite)
+            self._base = None if base is None else Base(locate(base), self.location)
+            self._texts = [] if base is None else list(map(to_text, described.paths))
+            self._views = HostViews(described)
+        self._per_process = described.per_process
+        self._copied = described.copied
+
+    def freeze(self) -> None:
+        """Let the caller have the tree back."""
+        with self._session.ends_by_failure():
+            self._views.freeze()
+
+    def release(self) -> None:
+        """Let go of the tree and the base: the traceback of a failure may be kept for long."""
+        self._views.release()
+        if self._base is not None:
+            self._base.release()
+
+    def run(self, before: Callable[[], None] = lambda: None) -> Manifest:
+        """Write and commit; process 0 does `before` first."""
+        with self._session:
+            if self._process:
+                manifest = self._follow()
+            else:
+                before()
+                manifest = self._lead()
+        _LOG.info(
+            "saved %s: %d leaves, %d bytes by this process, %d linked by all; %s",
+            self.location,
+            len(manifest.leaf_codes),
+            self._plan.nbytes,
+            manifest.linked_nbytes,
+            self.clock,
+        )
+        monitoring.record("save", self.clock.seconds)
+        return manifest
+
+    def _lead(self) -> Manifest:
+        """As process 0: make the place, write, commit."""
+        with (
+            commit.attempt(
+                self.location, overwrite=self._overwrite, needed_nbytes=self._needed_nbytes()
+            ) as attempt,
+            self._session.ends_by_failure(),  # before the data folder goes
+        ):
+            self._agree(attempt.nonce)
+            written = [self._write(attempt.folder)]
+            with self.clock.stage("wait"):
+                written += self._session.gather().values()
+            complete = dataclasses.replace(
+                self._draft,
+                nonce=attempt.nonce,
+                tables=tuple(TableRef(nbytes=nbytes, id=table) for nbytes, table, _ in written),
+                seconds=dict(self.clock.seconds),
+                created=time.time(),
+                linked_nbytes=sum(linked for _, _, linked in written),
+            )
+            data, digest = manifest_file.to_bytes(complete)
+            with self.clock.stage("commit"):
+                if len(written) > 1:
+                    _check_coverage(self.location, complete)
+                attempt.commit(data)
+        self._session.tell(digest)
+        return manifest_file.with_id(complete, digest)
+
+    def _agree(self, nonce: str) -> None:
+        """Go on once all processes see the data folder and save the same.
+
+        Raises:
+            PeerError: Some do not.
+        """
+        if self._session.is_alone:
+            return
+        own = self._intent()
+        with self.clock.stage("wait"):
+            self._session.tell([nonce, str(self.location), agreement.fingerprint(own)])
+            answers = self._session.gather()
+        wrong = {}
+        for process, (trouble, other) in answers.items():
+            if trouble:
+                wrong[process] = trouble
+            elif other:
+                pair = agreement.Intent.from_bytes(own), agreement.Intent.from_bytes(other)
+                wrong[process] = "; ".join(agreement.differences(*pair))
+        if wrong:
+            raise self._session.failed(wrong)
+        self._session.tell(None)
+
+    def _follow(self) -> Manifest:
+        """As another process: write where process 0 says, learn whether it has committed."""
+        with self.clock.stage("wait"):
+            nonce, place, wanted = self._session.hear()
+        own = self._intent()
+        trouble = None
+        if not commit.sees(self.location, nonce):
+            trouble = (
+                f"{self.location} is not the folder {place} of process 0, which has data-{nonce} "
+                "in it; all processes must save to one path on storage that they share"
+            )
+        self._session.report([trouble, None if agreement.fingerprint(own) == wanted else own])
+        with self.clock.stage("wait"):
+            self._session.hear()
+        self._session.report(self._write(commit.data_folder(self.location, nonce)))
+        with self.clock.stage("wait"):
+            digest = self._session.hear()
+        manifest = commit.read_manifest(self.location)
+        if manifest.id != digest:
+            raise CheckpointError(f"{self.location} was replaced as soon as it was saved")
+        return manifest
+
+    def _write(self, folder: Path) -> tuple[int, bytes, int]:
+        """Write what falls to this process: size and id of its table, bytes that are linked."""
+        writer = Writer(
+            folder,
+            self._plan,
+            self._views,
+            process=self._process,
+            options=self._options,
+            clock=self.clock,
+            base=self._base,
+            texts=self._texts,
+        )
+        table = writer.write(self._per_process)
+        if self._base is not None:
+            self._base.release()  # it may be what this save replaces
+        return table.nbytes, table.id, writer.linked_nbytes
+
+    def _needed_nbytes(self) -> int:
+        """Bytes that must be free: without those of arrays that the base may have."""
+        if self._base is None:
+            return self._draft.nbytes
+        linkable = [
+            self._plan.spec(leaf).nbytes
+            for leaf in self._plan.names
+            if self._base.twin(self._texts[leaf], self._plan.spec(leaf), self._options.digest)
+        ]
+        return max(self._draft.nbytes - sum(linkable), 0)
+
+    def _intent(self) -> bytes:
+        """What this process is about to save, to be compared."""
+        digest = digest_function(self._options.digest)
+        specs = self._draft.leaf_specs
+        with self.clock.stage("compare"):
+            contents = {
+                leaf: digest_of(digest, self._views(leaf, whole(spec.shape)))
+                for leaf in self._copied
+                if (spec := specs[leaf]) is not None
+            }
+        intent = agreement.Intent(draft=self._draft, overwrite=self._overwrite, contents=contents)
+        return intent.to_bytes()
+
+
+def _check_coverage(location: Location, manifest: Manifest) -> None:
+    """Read the tables of all processes: they have each shard of each leaf exactly once.
+
+    Raises:
+        FormatError, IntegrityError: They have not.
+    """
+    reader = CheckpointReader(location.path, manifest, verify=True, options=LoadOptions())
+    _ = reader.index
+    for leaf in manifest.leaves:
+        if leaf.per_process:
+            reader.per_process(leaf.index)
+
+
+def _draft(
+    described: Described,
+    plan: SavePlan,
+    metadata: Any,
+    metrics: Mapping[str, float] | None,
+    options: SaveOptions,
+) -> Manifest:
+    """The manifest but for what is known only at the end; too large a one is refused here."""
+    rows = len(plan.array_leaf) + len(plan.packed_leaf)
+    if rows * _ROW_NBYTES > wire.MAX_FILE_BYTES:
+        raise FormatError(
+            f"the tree has {rows} shards, more than one table can list; use fewer, larger arrays"
+        )
+    draft = Manifest(
+        nonce="0" * 32,
+        digest=options.digest,
+        tree=described.tree,
+        specs=plan.specs,
+        leaf_codes=plan.codes,
+        values=tuple(described.values),
+        names=tuple(plan.names.values()),
+        process_count=processes.process_count(),
+        device_count=processes.device_count(),
+        platform=processes.platform(),
+        tables=(TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32)),) * processes.process_count(),
+        metadata=metadata,
+        metrics={name: float(value) for name, value in (metrics or {}).items()},
+        versions=_versions(),
+        created=0.0,
+        seconds={},
+    )
+    manifest_file.to_bytes(draft)
+    return draft
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    # Looking them up takes milliseconds, and they stay what they are.
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _VERSIONS_OF:
+        try:
+            found[name] = distributions.version(name)
+        except distributions.PackageNotFoundError:
+            found[name] = "unknown"
+    return found

@@ -1,0 +1,317 @@
+"""Saves and loads by several processes, each with some of the devices."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pytree_ckpt as pc
+from pytree_ckpt.store import commit, writing
+from tests import stranger
+from tests.bitwise import assert_same
+from tests.cluster import Cluster
+
+SHAPE = (16, 24)
+LARGE = (1024, 1024)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    with Cluster(2, 4) as cluster:
+        yield cluster
+
+
+def numbers(seed: int, shape: tuple[int, ...] = SHAPE) -> "np.ndarray[Any, Any]":
+    return np.random.default_rng(seed).integers(0, 1 << 30, shape).astype(np.float32)
+
+
+ARRAYS = {
+    "both": numbers(0),
+    "rows": numbers(1),
+    "columns": numbers(2),
+    "replicated": numbers(3),
+    "large": numbers(4, LARGE),
+    "large replicated": numbers(5, LARGE),
+    "local": numbers(6),
+    "host": numbers(7),
+}
+
+
+def state() -> Any:
+    """A state of every kind of leaf that a training loop of several processes has."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices.reshape(-1, 2), ("data", "model"))
+
+    def put(name: str, *spec: Any) -> jax.Array:
+        value, sharding = ARRAYS[name], NamedSharding(mesh, P(*spec))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return {
+        "both": put("both", "data", "model"),
+        "rows": put("rows", "data"),
+        "columns": put("columns", None, "model"),
+        "replicated": put("replicated"),
+        "large": put("large", "data", "model"),
+        "large replicated": put("large replicated"),
+        "key": jax.random.key(7),
+        "local": jax.device_put(ARRAYS["local"]),
+        "host": ARRAYS["host"],
+        "step": 12,
+        "iterator": pc.PerProcess({"position": jax.process_index()}),
+    }
+
+
+def save(path: str, **options: Any) -> str:
+    """Save `state`; the id of the manifest."""
+    return pc.save(path, state(), **options).id.hex()
+
+
+def load(path: str, reshard: bool = False) -> None:
+    """Load onto the layout that `state` has here, and compare every bit."""
+    target = state()
+    if reshard:
+        del target["iterator"]
+    found = pc.load(path, target, reshard=reshard, partial=reshard)
+    assert_same(found, target)
+
+
+def load_resharded(path: str) -> None:
+    """Load what was cut by rows cut by columns over all devices, and the reverse."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    specs = {"both": P(None, "all"), "rows": P(None, "all"), "columns": P("all"), "large": P("all")}
+    before = state()
+    target = {
+        name: jax.ShapeDtypeStruct(
+            before[name].shape, np.float32, sharding=NamedSharding(mesh, spec)
+        )
+        for name, spec in specs.items()
+    }
+    found = pc.load(path, target, reshard=True, partial=True)
+    for name, array in found.items():
+        assert array.sharding == target[name].sharding
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), ARRAYS[name][shard.index])
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Cluster]:
+    with Cluster(4, 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def saved(pair: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint by two processes."""
+    path = tmp_path_factory.mktemp("saved") / "by_two"
+    pair.run(save, str(path))
+    return path
+
+
+# --- saves ----------------------------------------------------------------------------------------
+
+
+def test_all_processes_save_one_checkpoint(pair: Cluster, tmp_path: Path) -> None:
+    ids = pair.run(save, str(tmp_path / "a"))
+    assert ids == [pc.read_manifest(tmp_path / "a").id.hex()] * 2
+
+
+def test_a_stranger_reads_what_two_processes_wrote(saved: Path) -> None:
+    found = dict(stranger.read(saved))
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(found[name,], array)
+    assert found["iterator",] == [{"position": 0}, {"position": 1}]
+    assert pc.verify(saved).ok
+
+
+def test_two_processes_load_what_they_saved(pair: Cluster, saved: Path) -> None:
+    pair.run(load, str(saved))
+
+
+def test_two_processes_load_another_layout(pair: Cluster, saved: Path) -> None:
+    pair.run(load_resharded, str(saved))
+
+
+# --- another number of processes ------------------------------------------------------------------
+
+
+def test_another_number_of_processes_is_refused_and_right_with_reshard(
+    pair: Cluster, four: Cluster, saved: Path, tmp_path: Path
+) -> None:
+    refused = four.outcomes(load, str(saved))
+    assert [failed.kind for failed in refused] == ["MismatchError"] * 4
+    assert all("saved by 2, loading on 4" in failed.text for failed in refused)
+    four.run(load, str(saved), reshard=True)
+    four.run(save, str(tmp_path / "by_four"))
+    pair.run(load, str(tmp_path / "by_four"), reshard=True)
+    load(str(tmp_path / "by_four"), reshard=True)
+    with pytest.raises(pc.MismatchError, match="saved by 4, loading on 1"):
+        load(str(tmp_path / "by_four"))
+
+
+def test_four_processes_load_what_one_saved(four: Cluster, tmp_path: Path) -> None:
+    save(str(tmp_path / "by_one"))
+    four.run(load, str(tmp_path / "by_one"), reshard=True)
+
+
+# --- what is wrong on one process -----------------------------------------------------------------
+
+
+def save_otherwise(path: str, what: str) -> None:
+    """As `save`, but the last process saves something else than the others."""
+    import jax
+
+    tree, options = state(), {}
+    if jax.process_index() == jax.process_count() - 1:
+        if what == "path":
+            path += " elsewhere"
+        elif what == "overwrite":
+            options["overwrite"] = True
+        elif what == "digest":
+            options["options"] = pc.SaveOptions(digest="xxh3_128")
+        elif what == "a value":
+            tree["step"] = 13
+        elif what == "an array of the host":
+            tree["host"] = tree["host"] + 1
+        elif what == "a local array":
+            tree["local"] = tree["local"] + 1
+        elif what == "a leaf more":
+            tree["more"] = 1
+        elif what == "a leaf less":
+            del tree["step"]
+        elif what == "a sharding":
+            tree["both"] = tree["rows"]
+        elif what == "a leaf that cannot be saved":
+            tree["bad"] = object()
+    pc.save(path, tree, **options)
+
+
+DIFFERENCES = {
+    "path": "all processes must save to one path on storage that they share",
+    "overwrite": "overwrite: False in process 0, True here",
+    "digest": "digest: sha256 in process 0, xxh3_128 here",
+    "a value": "step: 12 in process 0, 13 here; what each process has its own of goes in PerPro",
+    "an array of the host": "host: not the elements that it has in process 0; what each process",
+    "a local array": "local: not the elements that it has in process 0",
+    "a leaf more": "more: missing in process 0, int here",
+    "a leaf less": "step: int in process 0, missing here",
+    "a sharding": "both: float32[16, 24] P('data', 'model') on mesh(data=4, model=2)",
+    "a leaf that cannot be saved": "bad  is a builtins.object",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_processes_that_do_not_save_the_same_all_learn_what_differs(
+    pair: Cluster, tmp_path: Path, what: str
+) -> None:
+    failed = pair.outcomes(save_otherwise, str(tmp_path / "a"), what)
+    assert all(DIFFERENCES[what] in one.text for one in failed), [one.text for one in failed]
+    assert all("CheckpointError" in one.bases for one in failed)
+    assert failed[0].kind == "PeerError"
+    assert list(failed[0].attributes["failures"]) == [1]
+    assert list(tmp_path.iterdir()) == []
+    pair.run(save, str(tmp_path / "a"))  # the next one is not disturbed
+
+
+POINTS = {
+    "before it writes": (writing.Writer, "write"),
+    "between two files": (writing.Writer, "_write_piece"),
+    "before its table": (writing.tables, "to_bytes"),
+    "before the commit": (commit.Attempt, "commit"),
+    "within the commit": (commit.Attempt, "_create"),
+}
+
+
+def save_failing(path: str, process: int, point: str, error: BaseException) -> None:
+    """As `save`, but `process` fails when it comes to a point."""
+    import jax
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == process:
+            patch.setattr(*POINTS[point], fail)
+        pc.save(path, state())
+
+
+@pytest.mark.parametrize(
+    ("process", "point"),
+    [(0, point) for point in POINTS] + [(1, point) for point in list(POINTS)[:3]],
+)
+def test_what_fails_on_one_process_fails_on_all_and_commits_nothing(
+    pair: Cluster, tmp_path: Path, process: int, point: str
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    failed = pair.outcomes(save_failing, str(tmp_path / "a"), process, point, full)
+    assert failed[process].kind == "OSError"
+    assert failed[process].attributes["errno"] == errno.ENOSPC
+    other = failed[1 - process]
+    assert other.kind == "PeerError"
+    assert other.attributes["failures"] == {process: f"OSError: {full}"}
+    assert f"{tmp_path}/a failed on process {process}" in other.text
+    assert pc.steps(tmp_path) == []
+    assert not (tmp_path / "a" / "manifest.msgpack").exists()
+    pair.run(save, str(tmp_path / "a"))
+    assert len(list((tmp_path / "a").iterdir())) == 2  # and nothing is left of the first
+
+
+def test_a_checkpoint_that_is_there_is_refused_alike_on_all_processes(
+    pair: Cluster, saved: Path
+) -> None:
+    failed = pair.outcomes(save, str(saved))
+    assert [one.kind for one in failed] == ["ExistsError"] * 2
+
+
+def test_an_overwrite_leaves_the_new_checkpoint_alone(pair: Cluster, tmp_path: Path) -> None:
+    first = pair.run(save, str(tmp_path / "a"))
+    second = pair.run(save, str(tmp_path / "a"), overwrite=True)
+    assert first[0] != second[0] == second[1]
+    pair.run(load, str(tmp_path / "a"))
+    assert len(list((tmp_path / "a").iterdir())) == 2
+
+
+# --- in the background ----------------------------------------------------------------------------
+
+
+def save_several_async(root: str) -> list[str]:
+    """Three saves under way at once; the second one fails on the last process."""
+    import jax
+
+    last = jax.process_index() == jax.process_count() - 1
+    wrong = {**state(), "step": 99} if last else state()
+    trees = [state(), wrong, state()]
+    pending = [pc.save_async(f"{root}/{number}", tree) for number, tree in enumerate(trees)]
+    return [type(one.exception()).__name__ for one in pending if one.wait(30)]
+
+
+def test_saves_in_the_background_do_not_mix(pair: Cluster, tmp_path: Path) -> None:
+    assert (
+        pair.run(save_several_async, str(tmp_path)) == [["NoneType", "PeerError", "NoneType"]] * 2
+    )
+    for number in (0, 2):
+        pair.run(load, str(tmp_path / str(number)))
+
+
+def keys_left() -> list[str]:
+    """What is in the coordination service."""
+    from jax._src.distributed import global_state
+
+    return [key for key, _ in global_state.client.key_value_dir_get_bytes("pytree_ckpt/")]
+
+
+def test_a_save_leaves_no_keys_in_the_coordination_service(pair: Cluster, tmp_path: Path) -> None:
+    pair.run(save, str(tmp_path / "a"))
+    pair.run(save, str(tmp_path / "b"))  # by then all have forgotten the first
+    left = {key for key in pair.run(keys_left)[0] if "/opened/" not in key}
+    assert len({key.split("/")[1] for key in left}) <= 1
