@@ -1027,5 +1027,30 @@ def test_a_step_may_be_loaded_replaced_and_deleted_in_turn(tmp_path: Path) -> No
 
 def test_a_manager_says_what_it_holds(tmp_path: Path) -> None:
     manager = save_steps(tmp_path, 1, 2, keep=pc.Keep(last=2))
-    for text in (str(tmp_path), "[1, 2]", "last=2"):
-        assert text in repr(manager)
+    where = f"CheckpointManager({str(tmp_path)!r}, "
+    assert repr(manager) == f"{where}2 steps [1, 2], keep=Keep(last=2))"
+    roots.quarantine(tmp_path / "step_00000002", "for a test")
+    assert repr(manager) == f"{where}1 step [1], 1 not good, keep=Keep(last=2))"
+
+
+def test_a_manager_of_many_steps_names_the_first_and_the_last(tmp_path: Path) -> None:
+    with pc.CheckpointManager(tmp_path, keep=None, save_every=10) as manager:
+        for step in range(0, 80, 10):
+            pending = manager.save(step, {"n": step})
+        assert pending is not None
+        pending.wait()
+        assert repr(manager) == (
+            f"CheckpointManager({str(tmp_path)!r}, 8 steps [0, 10, …, 50, 60, 70], "
+            f"PendingSave({str(tmp_path / 'step_00000070')!r}, done), keep=None, save_every=10)"
+        )
+
+
+def test_a_manager_restores_by_rules(tmp_path: Path) -> None:
+    with pc.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"l0": np.zeros(2), "l1": np.ones(2), "step": 1})
+        loaded = manager.restore(rename={"step": "at"}, stack={"l{}": "l"})
+        assert loaded["at"] == 1
+        assert loaded["l"].tolist() == [[0.0, 0.0], [1.0, 1.0]]
+        manager.save(2, {"l": loaded["l"]})
+        apart = manager.restore(unstack={"l": "l{}"})
+        assert {name: row.tolist() for name, row in apart.items()} == {"l0": [0, 0], "l1": [1, 1]}

@@ -470,9 +470,11 @@ def test_the_repr_of_a_manifest_says_what_there_is(tmp_path: Path) -> None:
     }
     saved = pc.save(tmp_path, state)
     text = repr(saved)
-    assert text.startswith("Manifest(5 leaves, 266 bytes, mesh(data=4, model=2), 1 process with 8 ")
-    assert "cpu devices, sha256, 20" in text
-    assert text.endswith(f" UTC, id {saved.id.hex()[:12]})")
+    assert text.startswith(
+        "Manifest(5 leaves in host, key, own, step, w; 266 bytes; mesh(data=4, model=2); "
+        "1 process with 8 cpu devices; sha256; 20"
+    )
+    assert text.endswith(f" UTC; id {saved.id.hex()[:12]})")
     assert [str(leaf) for leaf in saved.leaves] == [
         "host  int8[2] host array",
         "key  key<threefry2x32>[] single device",
@@ -485,6 +487,9 @@ def test_the_repr_of_a_manifest_says_what_there_is(tmp_path: Path) -> None:
         assert repr(checkpoint["w"]) == f"StoredArray({saved.by_text['w']})"
     assert repr(manifest(process_count=2)).count("2 processes") == 1
     assert "no mesh" in repr(manifest())
+    assert "; loss=0.25; acc=1; " in repr(manifest(metrics={"loss": 0.25, "acc": 1.0}))
+    many = pc.save(tmp_path / "many", {f"k{n}": n for n in range(9)})
+    assert repr(many).startswith("Manifest(9 leaves in k0, k1, k2, k3, k4, …; 0 bytes; no mesh; ")
     root = pc.save(tmp_path / "root", 7)
     assert [str(leaf) for leaf in root.leaves] == ["(root)  int"]
 

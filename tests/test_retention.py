@@ -218,3 +218,11 @@ def test_a_policy_takes_the_integers_of_numpy_and_does_not_change_with_its_argum
     decision = decide(infos_of({3: 0.0, 4: 0.0, 100: 0.0, 101: 0.0}), keep, now=NOW)
     assert list(decision.kept) == [3, 100, 101]
     assert hash(keep) == hash(Keep(last=1, every=100, pinned=[3]))
+
+
+def test_a_policy_says_its_rules_and_no_others() -> None:
+    assert repr(Keep()) == "Keep(last=3)"
+    assert repr(Keep(last=None, every=100)) == "Keep(last=None, every=100)"
+    keep = Keep(best=("loss", "min", 2), pinned={7, 3}, newer_than=60.0)
+    assert repr(keep) == ("Keep(last=3, best=('loss', 'min', 2), pinned=[3, 7], newer_than=60.0)")
+    assert eval(repr(keep)) == keep

@@ -180,10 +180,17 @@ class Manifest:
 
     def __repr__(self) -> str:
         when = datetime.datetime.fromtimestamp(self.created, datetime.UTC)
-        meshes = ", ".join(map(str, self.meshes)) or "no mesh"
-        return (
-            f"Manifest({len(self.leaf_codes)} leaves, {self.nbytes:,} bytes, {meshes}, "
+        keys = [str(path[0]) for path, _ in self.tree.walk() if len(path) == 1]
+        inside = f" in {', '.join(keys if len(keys) <= 6 else [*keys[:5], '…'])}" if keys else ""
+        parts = [
+            f"{len(self.leaf_codes)} leaves{inside}",
+            f"{self.nbytes:,} bytes",
+            *(map(str, self.meshes) if self.meshes else ["no mesh"]),
             f"{self.process_count} process{'es' if self.process_count != 1 else ''} with "
-            f"{self.device_count} {self.platform} devices, {self.digest}, "
-            f"{when:%Y-%m-%d %H:%M:%S} UTC, id {self.id.hex()[:12]})"
-        )
+            f"{self.device_count} {self.platform} devices",
+            self.digest,
+            *(f"{name}={value:g}" for name, value in self.metrics.items()),
+            f"{when:%Y-%m-%d %H:%M:%S} UTC",
+            f"id {self.id.hex()[:12]}",
+        ]
+        return f"Manifest({'; '.join(parts)})"

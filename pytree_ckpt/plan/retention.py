@@ -52,6 +52,17 @@ class Keep:
         if not any((self.last, self.every, self.best, self.pinned, self.newer_than)):
             raise ValueError("Keep without any rule would delete everything")
 
+    def __repr__(self) -> str:
+        rules = {
+            "last": self.last,
+            "every": self.every,
+            "best": self.best,
+            "pinned": sorted(self.pinned),
+            "newer_than": self.newer_than,
+        }
+        given = [f"{name}={rule!r}" for name, rule in rules.items() if rule or name == "last"]
+        return f"Keep({', '.join(given)})"
+
 
 def _is_count(value: Any) -> bool:
     try:

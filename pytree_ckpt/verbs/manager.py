@@ -21,6 +21,7 @@ from pytree_ckpt.errors import (
 from pytree_ckpt.format.steps import StepNames, checked_step
 from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan import retention
+from pytree_ckpt.plan.restructure import Rules
 from pytree_ckpt.plan.retention import Decision, Keep
 from pytree_ckpt.store import roots
 from pytree_ckpt.store.locations import PathLike, locate
@@ -252,6 +253,9 @@ class CheckpointManager:
         reshard: bool = False,
         cast: bool = False,
         partial: bool = False,
+        rename: Rules | None = None,
+        stack: Rules | None = None,
+        unstack: Rules | None = None,
     ) -> Any:
         """Load a step, by default the newest.
 
@@ -260,7 +264,7 @@ class CheckpointManager:
             step: Which one.
             on_damage: `"previous"` marks a damaged step, leaves it in place, and loads the one
                 before it.
-            mesh, reshard, cast, partial: As `load` takes them.
+            mesh, reshard, cast, partial, rename, stack, unstack: As `load` takes them.
 
         Raises:
             NotFoundError: There is no such step, or no step at all.
@@ -285,6 +289,9 @@ class CheckpointManager:
                     reshard=reshard,
                     cast=cast,
                     partial=partial,
+                    rename=rename,
+                    stack=stack,
+                    unstack=unstack,
                     options=self._load_options,
                 )
             except NewerFormatError as error:
@@ -381,7 +388,18 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         try:
-            steps = str(self.steps())
+            states = self._look()
         except OSError as error:
-            steps = f"unreadable: {error}"
-        return f"CheckpointManager({str(self._root)!r}, steps={steps}, keep={self._keep})"
+            return f"CheckpointManager({str(self._root)!r}, unreadable: {error})"
+        good = [str(state.step) for state in states if state.is_good]
+        listed = good if len(good) <= 6 else [*good[:2], "…", *good[-3:]]
+        parts = [f"{len(good)} step{'' if len(good) == 1 else 's'} [{', '.join(listed)}]"]
+        if len(good) < len(states):
+            parts.append(f"{len(states) - len(good)} not good")
+        if self._pending is not None:
+            parts.append(repr(self._pending))
+        parts.append(f"keep={self._keep}")
+        for name in ("save_every", "save_every_seconds"):
+            value = getattr(self, f"_{name}")
+            parts += [] if value is None else [f"{name}={value}"]
+        return f"CheckpointManager({str(self._root)!r}, {', '.join(parts)})"
