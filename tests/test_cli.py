@@ -1,18 +1,26 @@
 """Each command on good, damaged, unfinished, foreign and missing input: exit code, text, JSON."""
 
+import contextlib
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pytree_ckpt as pc
 from pytree_ckpt.cli.main import main
+from tests.conftest import make_mesh
 
 
 def run(*args: object) -> Result:
@@ -49,7 +57,7 @@ def good(tmp_path: Path) -> Path:
 def flip(checkpoint: Path, pattern: str = "data-*/arrays/*/c.*") -> None:
     file = sorted(checkpoint.glob(pattern))[0]
     data = bytearray(file.read_bytes())
-    data[100] ^= 1
+    data[9] ^= 1
     file.write_bytes(data)
 
 
@@ -141,6 +149,147 @@ def test_a_damaged_chunk_that_diff_must_read_is_an_error(damaged: Path, tmp_path
     pc.save(tmp_path / "other", other)
     code, found = run_json("diff", tmp_path / "other", damaged)
     assert (code, found["error"]["kind"]) == (5, "IntegrityError")
+
+
+# --- tree, show, report -----------------------------------------------------------------------
+
+
+def test_tree_shows_shapes_and_bytes(good: Path) -> None:
+    done = run("tree", good)
+    assert done.exit_code == 0
+    assert "kernel float64[512, 512] host array, 2.00 MiB" in done.stdout
+    code, found = run_json("tree", good)
+    assert (code, found["leaves"]) == (0, 3)
+    assert found["nbytes"] == pc.read_manifest(good).nbytes
+    kernel = next(n for n in found["nodes"] if n["path"] == "params/dense/kernel")
+    assert (kernel["dtype"], kernel["shape"], kernel["depth"]) == ("float64", [512, 512], 3)
+
+
+def test_tree_goes_as_deep_and_shows_as_much_as_is_asked(good: Path) -> None:
+    paths = [node["path"] for node in run_json("tree", good, "--depth", 1)[1]["nodes"]]
+    assert paths == ["", "params", "step"]
+    paths = [node["path"] for node in run_json("tree", good, "--match", "**/bias")[1]["nodes"]]
+    assert paths == ["", "params", "params/dense", "params/dense/bias"]
+    assert run("tree", good, "--match", "a**").exit_code == 2
+
+
+def test_show_tells_what_a_checkpoint_is(good: Path) -> None:
+    done = run("show", good)
+    assert done.exit_code == 0
+    assert "3 leaves, 2.00 MiB" in done.stdout
+    code, found = run_json("show", good)
+    manifest = pc.read_manifest(good)
+    assert (code, found["id"], found["chunks"]) == (0, manifest.id.hex(), manifest.num_chunks)
+
+
+def test_show_of_a_leaf_has_its_chunks_and_on_request_its_numbers(good: Path) -> None:
+    kernel = state()["params"]["dense"]["kernel"]
+    code, found = run_json("show", good, "params/dense/kernel", "--stats")
+    assert code == 0
+    (chunk,) = found["chunks"]
+    assert chunk["digest"] == hashlib.sha256(kernel.tobytes()).hexdigest()
+    assert chunk["box"] == [[0, 512], [0, 512]]
+    numbers = found["statistics"]
+    assert (numbers["least"], numbers["greatest"]) == (kernel.min(), kernel.max())
+    assert numbers["mean"] == pytest.approx(kernel.mean())
+    assert run_json("show", good, "params/dense/kernel")[1]["statistics"] is None
+    assert run_json("show", good, "step")[1]["value"] == 7
+
+
+def test_show_draws_which_device_holds_which_slice(tmp_path: Path) -> None:
+    mesh = make_mesh((4, 2), ("data", "model"))
+    array = jax.device_put(np.zeros((8, 8)), NamedSharding(mesh, P(None, "model")))
+    pc.save(tmp_path / "a", {"w": array})
+    text = run("show", tmp_path / "a", "w").stdout
+    assert "each device holds 8 × 4 of 8 × 8; dimension 1 is cut in 2 by model" in text
+    assert "│ 0 2 4 6 │ 1 3 5 7 │" in text
+
+
+@pytest.mark.parametrize("leaf", ["nope", "params"])
+def test_show_of_no_leaf_is_not_found(good: Path, leaf: str) -> None:
+    code, found = run_json("show", good, leaf)
+    assert (code, found["error"]["kind"]) == (3, "NotFoundError")
+    assert run("show", good, "--stats").exit_code == 2
+
+
+def test_report_writes_one_file(good: Path, tmp_path: Path) -> None:
+    code, found = run_json("report", good, "-o", tmp_path / "a b.html")
+    assert (code, found) == (0, {"file": str(tmp_path / "a b.html")})
+    assert (tmp_path / "a b.html").read_text().startswith("<!doctype html>")
+    assert not list(tmp_path.glob("*.tmp"))
+    assert run("report", good, "-o", tmp_path / "none" / "a.html").exit_code == 8
+
+
+# --- all commands -----------------------------------------------------------------------------
+
+READERS = ["tree", "show", "verify", "report"]
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_what_is_no_checkpoint_has_its_exit_code(command: str, unusable: tuple[Path, int]) -> None:
+    path, wanted = unusable
+    if command == "verify" and wanted == 4:
+        wanted = 1  # a damaged manifest is damage
+    done = run(command, path)
+    assert done.exit_code == wanted
+    assert str(path) in done.output
+    code, found = run_json(command, path)
+    assert code == wanted
+    errors = found["errors"] if command == "verify" else [found["error"]]
+    assert [e["kind"] for e in errors] == {3: ["NotFoundError"], 4: ["FormatError"], 1: []}[wanted]
+
+
+def test_diff_with_what_is_no_checkpoint_has_its_exit_code(
+    unusable: tuple[Path, int], tmp_path: Path
+) -> None:
+    path, wanted = unusable
+    pc.save(tmp_path / "other", state())
+    assert run("diff", tmp_path / "other", path).exit_code == wanted
+    assert run("diff", path, tmp_path / "other").exit_code == wanted
+
+
+def test_no_name_reaches_the_terminal_as_a_command_or_as_markup(tmp_path: Path) -> None:
+    evil = "\x1b[2J\x1b]0;title\x07[bold red]:smile:[/]\u202e"
+    for name, value in (("a", 0), ("b", 1)):
+        state = {evil: np.full(5, value), "v": evil + name}
+        pc.save(tmp_path / name, state, metadata={evil: evil + name})
+    flip(tmp_path / "b", "data-*/packed/00000/c.0")
+    text = pc.read_manifest(tmp_path / "a").leaves[0].text
+    commands = [
+        ("tree", tmp_path / "a"),
+        ("show", tmp_path / "a"),
+        ("show", tmp_path / "a", text),
+        ("show", tmp_path / "a", evil),
+        ("show", tmp_path / evil),
+        ("verify", tmp_path / "b", tmp_path / evil),
+        ("diff", tmp_path / "a", tmp_path / "b"),
+    ]
+    for command in commands:
+        for options in ((), ("--json",)):
+            output = run(*command, *options).output
+            assert output
+            assert not any(c in output for c in "\x1b\x07\u202e"), command
+    assert "[bold red]:smile:[/]" in run("tree", tmp_path / "a").stdout
+
+
+def test_a_terminal_gets_colours_and_no_other_escapes(good: Path) -> None:
+    """Through a terminal of its own, 60 columns wide: nothing is cut off."""
+    main_end, other_end = os.openpty()
+    termios.tcsetwinsize(other_end, (30, 60))
+    command = [sys.executable, "-m", "pytree_ckpt", "verify", str(good)]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    done = subprocess.Popen(command, stdout=other_end, stderr=other_end, env=environment)
+    os.close(other_end)
+    text = b""
+    with contextlib.suppress(OSError):  # so Linux tells that the other end is closed
+        while part := os.read(main_end, 1 << 16):
+            text += part
+    os.close(main_end)
+    assert done.wait() == 0
+    assert b"\x1b[32mwhole" in text
+    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", text)
+    assert b"\x1b" not in plain
+    assert str(good).encode() in re.sub(rb"\s", b"", plain).replace(b"goodone", b"good one")
 
 
 # --- the command line -------------------------------------------------------------------------

@@ -5,7 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from pytree_ckpt.cli.output import error_document
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.pictures.outline import Branch
 from pytree_ckpt.verbs.diff import DiffReport
+from pytree_ckpt.verbs.inspect import LeafReport
 from pytree_ckpt.verbs.verify import VerifyReport
 
 Document = dict[str, Any]
@@ -22,3 +25,72 @@ def of_verify(reports: Sequence[VerifyReport], errors: Sequence[Exception]) -> D
 def of_diff(report: DiffReport) -> Document:
     """What `diff` found."""
     return {"same": report.same, **asdict(report)}
+
+
+def of_tree(root: Branch, depth: int | None) -> Document:
+    """The nodes in preorder, down to `depth` keys below the root."""
+    nodes = [_node(b, at) for at, b in root.walk() if depth is None or at <= depth]
+    return {"nbytes": root.nbytes, "leaves": root.leaves, "nodes": nodes}
+
+
+def _node(branch: Branch, depth: int) -> Document:
+    found: Document = {"path": branch.path, "depth": depth, "kind": branch.kind}
+    if branch.leaf is None:
+        return {**found, "nbytes": branch.nbytes, "leaves": branch.leaves}
+    return {**found, **_leaf(branch.leaf)}
+
+
+def _leaf(leaf: Leaf) -> Document:
+    """Arrays have a dtype, a shape and a sharding, values their type and what they are."""
+    spec = leaf.spec
+    if spec is None:
+        kind = "per process" if leaf.per_process else type(leaf.value).__name__
+        return {"type": kind, "value": leaf.value, "nbytes": 0}
+    return {
+        "type": spec.kind,
+        "dtype": spec.logical_dtype,
+        "shape": spec.logical_shape,
+        "sharding": None if spec.sharding is None else str(spec.sharding),
+        "memory_kind": None if spec.sharding is None else spec.sharding.memory_kind,
+        "nbytes": spec.nbytes,
+    }
+
+
+def of_manifest(manifest: Manifest) -> Document:
+    """All of a manifest but its leaves, which `tree` has."""
+    return {
+        "id": manifest.id,
+        "created": manifest.created,
+        "leaves": len(manifest.leaf_codes),
+        "nbytes": manifest.nbytes,
+        "chunks": manifest.num_chunks,
+        "digest": manifest.digest,
+        "meshes": [asdict(mesh) for mesh in manifest.meshes],
+        "process_count": manifest.process_count,
+        "device_count": manifest.device_count,
+        "platform": manifest.platform,
+        "versions": manifest.versions,
+        "metadata": manifest.metadata,
+        "metrics": manifest.metrics,
+        "seconds": manifest.seconds,
+    }
+
+
+def of_leaf(report: LeafReport) -> Document:
+    """A leaf with its chunks."""
+    numbers = report.statistics
+    return {
+        "path": report.leaf.text,
+        **_leaf(report.leaf),
+        "values": report.values,
+        "chunks": [
+            {
+                "box": list(zip(chunk.box.start, chunk.box.stop, strict=True)),
+                "nbytes": chunk.nbytes,
+                "digest": chunk.digest,
+                "devices": chunk.devices,
+            }
+            for chunk in report.chunks
+        ],
+        "statistics": None if numbers is None else asdict(numbers),
+    }

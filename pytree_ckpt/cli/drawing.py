@@ -1,14 +1,24 @@
 """What commands print for people, as rich's tables, trees and blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from rich.box import SQUARE
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from pytree_ckpt.errors import Damage
-from pytree_ckpt.pictures.text import count_text, plain, size_text
+from pytree_ckpt.format import values
+from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts
+from pytree_ckpt.pictures.layouts import Panel, devices_text, layout_of
+from pytree_ckpt.pictures.outline import Branch
+from pytree_ckpt.pictures.style import COLOURS
+from pytree_ckpt.pictures.text import count_text, duration_text, plain, size_text
 from pytree_ckpt.verbs.diff import DiffReport
+from pytree_ckpt.verbs.inspect import LeafReport
 from pytree_ckpt.verbs.verify import VerifyReport
 
 
@@ -63,3 +73,89 @@ def of_diff(report: DiffReport) -> Iterator[RenderableType]:
         f"{count_text(report.equal_chunks, 'chunk')} equal by digest, "
         f"{size_text(report.nbytes_read)} read",
     )
+
+
+# --- a checkpoint ---------------------------------------------------------------------------------
+
+
+def of_tree(root: Branch, depth: int | None) -> Tree:
+    """The tree down to `depth` keys below the root."""
+    picture = Tree(_branch(root, root.nbytes))
+    above = [picture]
+    for at, branch in root.walk():
+        if at and (depth is None or at <= depth):
+            del above[at:]
+            above.append(above[-1].add(_branch(branch, root.nbytes)))
+    return picture
+
+
+def _branch(branch: Branch, total: int) -> Text:
+    words = leaf_words(branch) if not branch.children else branch_words(branch, total)
+    return Text.assemble((plain(branch.label or "(root)"), "bold"), " ", (plain(words), "dim"))
+
+
+def of_manifest(manifest: Manifest) -> Iterator[RenderableType]:
+    """What to know of a checkpoint."""
+    found = table("", "")
+    found.show_header = False
+    rows = [*manifest_facts(manifest), *_entries("metrics", dict(manifest.metrics))]
+    rows += [(stage, duration_text(seconds)) for stage, seconds in manifest.seconds.items()]
+    for name, value in [*rows, *_entries("metadata", manifest.metadata)]:
+        found.add_row(Text(plain(name), style="bold"), plain(value))
+    yield found
+
+
+def _entries(name: str, content: object) -> Iterator[tuple[str, str]]:
+    if isinstance(content, dict):
+        yield from ((f"{name} {key}", values.to_text(value)) for key, value in content.items())
+    elif content is not None:
+        yield name, values.to_text(content)
+
+
+def of_leaf(report: LeafReport) -> Iterator[RenderableType]:
+    """A leaf: where it was, its chunks, its numbers."""
+    leaf = report.leaf
+    yield Text(plain(leaf), style="bold")
+    if leaf.spec is None:
+        for value in report.values or (leaf.value,):
+            yield Text(plain(values.to_text(value)))
+        return
+    layout = layout_of(leaf.spec)
+    yield Text(layout.words)
+    yield from _planes("the array, and the devices that hold each part", layout.slices)
+    yield from _planes("the devices, in the colour of what they hold", layout.devices)
+    if layout.note:
+        yield Text(layout.note, style="yellow")
+    numbers = report.statistics
+    if numbers is not None:
+        yield Text(
+            f"least {numbers.least}, greatest {numbers.greatest}, mean {numbers.mean}, "
+            f"{numbers.nan_count} of {numbers.count} are NaN"
+        )
+    found = table("chunk", "bytes", "devices", "digest")
+    for chunk in report.chunks:
+        devices = devices_text(chunk.devices)
+        found.add_row(str(chunk.box), size_text(chunk.nbytes), devices, chunk.digest.hex())
+    yield found
+
+
+def _planes(what: str, panels: Sequence[Panel]) -> Iterator[RenderableType]:
+    """Blocks of colour, side by side where there is room."""
+    if panels:
+        yield Text(what, style="dim")
+        yield Columns([_plane(panel) for panel in panels], padding=(0, 2))
+
+
+def _plane(panel: Panel) -> Group:
+    found = Table(box=SQUARE, show_header=False, show_lines=True, padding=0)
+    for row in panel.rows:
+        found.add_row(
+            *(
+                Text(
+                    f" {block.label or '–'} ",
+                    style=f"black on {COLOURS[block.colour % len(COLOURS)]}",
+                )
+                for block in row
+            )
+        )
+    return Group(*([Text(plain(panel.title))] if panel.title else []), found)

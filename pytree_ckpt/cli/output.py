@@ -6,6 +6,7 @@ is escaped, and rich's markup in them is not interpreted.
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ def emit(document: Mapping[str, Any], draw: "Callable[[], Iterable[RenderableTyp
     with out.capture() as text:  # rich ends the process by itself where it meets a closed pipe
         for part in draw():
             out.print(part)
-    sys.stdout.write(text.get())
+    sys.stdout.write(re.sub(r" +$", "", text.get(), flags=re.MULTILINE))
     sys.stdout.flush()
 
 

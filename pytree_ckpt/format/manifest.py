@@ -178,6 +178,12 @@ class Manifest:
         found = (s.sharding.mesh for s in self.specs if isinstance(s.sharding, Named))
         return tuple(dict.fromkeys(found))
 
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        from pytree_ckpt.pictures.pages import manifest_html
+
+        return manifest_html(self)
+
     def __repr__(self) -> str:
         when = datetime.datetime.fromtimestamp(self.created, datetime.UTC)
         keys = [str(path[0]) for path, _ in self.tree.walk() if len(path) == 1]

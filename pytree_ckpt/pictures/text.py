@@ -57,3 +57,15 @@ def count_text(count: int, one: str, many: str | None = None) -> str:
         ('1 leaf', '1,200 chunks')
     """
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def percent_text(share: float) -> str:
+    """A part of a whole.
+
+    Example:
+        >>> percent_text(0.5), percent_text(0.0123), percent_text(1e-6)
+        ('50%', '1.2%', '<0.1%')
+    """
+    if 0 < share < 0.001:
+        return "<0.1%"
+    return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"

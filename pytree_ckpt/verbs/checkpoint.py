@@ -15,6 +15,7 @@ from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import from_text
 from pytree_ckpt.format.tables import ShardIndex
 from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.pictures.pages import manifest_html
 from pytree_ckpt.plan.indexing import Index, to_box
 from pytree_ckpt.plan.loading import plan_reads
 from pytree_ckpt.store import commit
@@ -81,10 +82,14 @@ class Checkpoint:
 
     def __getitem__(self, key: str) -> Any:
         """A `StoredArray`, a Python value, or the list of the values of all processes."""
+        return self._value(self.leaf(key))
+
+    def leaf(self, key: str) -> Leaf:
+        """What the manifest says of a leaf."""
         text = from_text(key, self.manifest.by_text)
         if text is None:
             raise KeyError(f"no leaf {key!r} in {self._location}; keys() lists them")
-        return self._value(self.manifest.by_text[text])
+        return self.manifest.by_text[text]
 
     def _value(self, leaf: Leaf) -> Any:
         if leaf.per_process:
@@ -146,6 +151,10 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        return manifest_html(self.manifest, title=str(self._location))
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self._location)!r}, {self.manifest!r})"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pytree_ckpt.format import values, wire
 from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.options import LoadOptions, Progress
+from pytree_ckpt.pictures.pages import differences_html
+from pytree_ckpt.pictures.text import count_text
 from pytree_ckpt.plan import diffing
 from pytree_ckpt.plan.diffing import Difference, Pair, ValueDifference
 from pytree_ckpt.store.locations import PathLike, locate
@@ -37,6 +39,11 @@ class DiffReport:
     def same(self) -> bool:
         """Whether both hold the same state in the same layout, with the same metadata."""
         return not self.differences
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        compared = f"{count_text(self.leaves, 'array')} compared"
+        return differences_html(self.a, self.b, self.differences, compared=compared)
 
     def __str__(self) -> str:
         count = len(self.differences)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.options import LoadOptions, Progress
+from pytree_ckpt.pictures.pages import damage_html
+from pytree_ckpt.pictures.text import count_text, size_text
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
 from pytree_ckpt.store import commit, contents
 from pytree_ckpt.store.locations import Location, PathLike, locate
@@ -32,6 +34,11 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether nothing that was checked is damaged."""
         return not self.damage
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        checked = f"{count_text(self.chunks, 'chunk')}, {size_text(self.nbytes)} checked"
+        return damage_html(self.path, self.damage, checked=checked, unchecked=self.unchecked)
 
     def __str__(self) -> str:
         state = "whole" if self.ok else f"damaged in {len(self.damage)} places"

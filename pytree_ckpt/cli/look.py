@@ -1,0 +1,82 @@
+"""Commands that look into a checkpoint."""
+
+import os
+from pathlib import Path
+
+import click
+
+from pytree_ckpt.cli.output import emit, json_option
+from pytree_ckpt.errors import NotFoundError
+from pytree_ckpt.pictures.text import plain
+
+
+@click.command("tree")
+@click.argument("checkpoint", metavar="CK")
+@click.option("--depth", type=click.IntRange(min=1), help="How many levels to show.")
+@click.option("--match", metavar="PATTERN", help="Only leaves such as 'params/**/kernel'.")
+@json_option
+def tree_command(checkpoint: str, depth: int | None, match: str | None) -> None:
+    """Draw the tree: shapes, dtypes, shardings, bytes and their share."""
+    from pytree_ckpt.cli import documents, drawing
+    from pytree_ckpt.pictures.outline import matching, outline
+    from pytree_ckpt.plan import patterns
+    from pytree_ckpt.verbs.checkpoint import read_manifest
+
+    root = outline(read_manifest(checkpoint))
+    if match is not None:
+        try:
+            root = matching(root, patterns.parse(match))
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+    emit(documents.of_tree(root, depth), lambda: [drawing.of_tree(root, depth)])
+
+
+@click.command("show")
+@click.argument("checkpoint", metavar="CK")
+@click.argument("leaf", required=False)
+@click.option("--stats", is_flag=True, help="Read LEAF: least, greatest, mean, and count of NaNs.")
+@json_option
+def show_command(checkpoint: str, leaf: str | None, stats: bool) -> None:
+    """Tell what a checkpoint is, or with LEAF: its chunks, digests, and who held what."""
+    from pytree_ckpt.cli import documents, drawing
+    from pytree_ckpt.cli.progress import progress
+    from pytree_ckpt.verbs.checkpoint import read_manifest
+    from pytree_ckpt.verbs.inspect import inspect_leaf
+
+    if leaf is None and stats:
+        raise click.UsageError("--stats needs a LEAF")
+    if leaf is None:
+        manifest = read_manifest(checkpoint)
+        emit(documents.of_manifest(manifest), lambda: drawing.of_manifest(manifest))
+        return
+    try:
+        with progress(f"reading {leaf}") as advance:
+            report = inspect_leaf(checkpoint, leaf, statistics=stats, progress=advance)
+    except KeyError as error:
+        raise NotFoundError(error.args[0]) from None
+    emit(documents.of_leaf(report), lambda: drawing.of_leaf(report))
+
+
+@click.command("report")
+@click.argument("checkpoint", metavar="CK")
+@click.option("--output", "-o", metavar="FILE", help="Where to; by default NAME.html here.")
+@json_option
+def report_command(checkpoint: str, output: str | None) -> None:
+    """Write one HTML file that shows all about a checkpoint; it needs nothing else."""
+    from pytree_ckpt.pictures.pages import manifest_page
+    from pytree_ckpt.verbs.checkpoint import read_manifest
+
+    page = manifest_page(read_manifest(checkpoint), path=checkpoint)
+    target = Path(output or f"{Path(checkpoint).name}.html")
+    _replace(target, page)
+    emit({"file": str(target)}, lambda: [plain(f"wrote {target}")])
+
+
+def _replace(target: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

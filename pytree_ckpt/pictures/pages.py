@@ -1,0 +1,280 @@
+"""Manifests and reports as HTML: for notebooks, and as a page of its own."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pytree_ckpt.errors import Damage
+from pytree_ckpt.format import values
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.shardings import Sharding
+from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts
+from pytree_ckpt.pictures.html import Content, Html, document, join, tag
+from pytree_ckpt.pictures.layouts import Panel, layout_of
+from pytree_ckpt.pictures.outline import Branch, by_size, outline
+from pytree_ckpt.pictures.style import COLOURS, LABEL_STEP, MAX_LABEL, PAGE_STYLE, STYLE
+from pytree_ckpt.pictures.text import count_text, duration_text, percent_text, size_text
+from pytree_ckpt.pictures.treemap import Tile, treemap
+from pytree_ckpt.plan.diffing import Difference
+
+MAX_LEAVES = 2000
+MAX_LAYOUTS = 40
+MAX_ROWS = 500
+"""How much of a list is shown; a line says how much is not."""
+MAP_ASPECT = 2.4
+MAP_CHARACTERS = 130
+"""In the width of a treemap on a wide page."""
+OPEN_LEAVES = 40
+"""A branch of the tree with no more is shown open."""
+
+
+def manifest_page(manifest: Manifest, *, path: str) -> str:
+    """A page of its own about a checkpoint."""
+    content = tag("main", tag("h1", path), *_sections(manifest), class_="pc")
+    return document(content, title=path, style=PAGE_STYLE)
+
+
+def manifest_html(manifest: Manifest, *, title: str = "") -> str:
+    """A part of a page, such as a notebook, about a checkpoint."""
+    return fragment(*([tag("h1", title)] if title else []), *_sections(manifest))
+
+
+def fragment(*content: Content) -> str:
+    """A part of a page, with the style that it needs."""
+    return tag("div", Html(f"<style>{STYLE}</style>"), *content, class_="pc")
+
+
+def _sections(manifest: Manifest) -> Iterator[Html]:
+    root = outline(manifest)
+    yield facts(manifest_facts(manifest))
+    if root.nbytes:
+        yield tag("h2", "Where the bytes are")
+        yield _map(root)
+    if manifest.specs:
+        yield tag("h2", "Which device holds what")
+        yield from _layouts(manifest)
+    yield tag("h2", "Leaves")
+    yield tag("div", *_tree(root, root.nbytes), class_="pc-tree")
+    if manifest.seconds:
+        yield tag("h2", "Seconds of the save")
+        yield _timeline(manifest)
+    for name, content in (("Metadata", manifest.metadata), ("Metrics", dict(manifest.metrics))):
+        if content:
+            yield tag("h2", name)
+            yield _entries(content)
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> Html:
+    """Names and values side by side."""
+    items = (tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs)
+    return tag("dl", *items, class_="pc-facts")
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def _map(root: Branch) -> Html:
+    tiles = treemap(root, aspect=MAP_ASPECT)
+    legend = []
+    for group, branch in enumerate(by_size(root)[: len(COLOURS)]):
+        share = f"{size_text(branch.nbytes)}, {percent_text(branch.nbytes / root.nbytes)}"
+        legend.append(
+            tag("li", tag("i", style=_background(group)), tag("b", branch.label), f" {share}")
+        )
+    return join(
+        tag("div", *(_tile(tile, root) for tile in tiles), class_="pc-map"),
+        tag("ul", *legend, class_="pc-legend"),
+    )
+
+
+def _background(number: int) -> str:
+    return f"background:{COLOURS[number % len(COLOURS)]}"
+
+
+def _tile(tile: Tile, root: Branch) -> Html:
+    branch, place = tile.branch, tile.place
+    style = (
+        f"left:{place.left:.4%};top:{place.top:.4%};width:{place.width:.4%};"
+        f"height:{place.height:.4%};{_background(tile.group)}"
+    )
+    about = f"{branch.path or '(root)'}: {size_text(branch.nbytes)}"
+    about += f", {percent_text(branch.nbytes / root.nbytes)}"
+    labels = dict.fromkeys((_label(branch, int(place.width * MAP_CHARACTERS)), _label(branch, 0)))
+    spans = (
+        tag("span", label, class_=f"pc-n{math.ceil(len(label) / LABEL_STEP) * LABEL_STEP}")
+        for label in labels
+    )
+    return tag("div", *spans, style=style, title=about)
+
+
+def _label(branch: Branch, most: int) -> str:
+    """The last key of a path, and as many before it as fit in so many characters."""
+    keys = branch.path.split("/") if branch.path else ["(root)"]
+    label = keys.pop()[:MAX_LABEL]
+    while keys and len(keys[-1]) + 1 + len(label) <= min(most, MAX_LABEL):
+        label = f"{keys.pop()}/{label}"
+    return label
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+def _layouts(manifest: Manifest) -> Iterator[Html]:
+    groups: dict[Sharding | None, list[tuple[Leaf, ArraySpec]]] = {}
+    for leaf in manifest.leaves:
+        if leaf.spec is not None:
+            groups.setdefault(leaf.spec.sharding, []).append((leaf, leaf.spec))
+    order = sorted(groups.items(), key=lambda item: -sum(spec.nbytes for _, spec in item[1]))
+    for number, (sharding, members) in enumerate(order[:MAX_LAYOUTS]):
+        nbytes = sum(spec.nbytes for _, spec in members)
+        about = f" {count_text(len(members), 'leaf', 'leaves')}, {size_text(nbytes)}"
+        name = tag("code", str(sharding or "host arrays"))
+        summary = tag("summary", name, tag("span", about, class_="pc-dim"))
+        opened = {"open": ""} if number == 0 else {}
+        yield tag("details", summary, *_layout(members), **opened)
+    yield from _left_out(len(order) - MAX_LAYOUTS, "layout")
+
+
+def _layout(members: Sequence[tuple[Leaf, ArraySpec]]) -> Iterator[Html]:
+    """The picture of the largest leaf; that of the others differs in numbers only."""
+    leaf, spec = max(members, key=lambda member: member[1].nbytes)
+    layout = layout_of(spec)
+    yield tag("p", tag("code", leaf.text or "(root)"), f": {layout.words}")
+    if layout.slices:
+        yield tag(
+            "div",
+            *_figures("the array, and the devices that hold each part", layout.slices),
+            *_figures("the devices, in the colour of what they hold", layout.devices),
+            class_="pc-planes",
+        )
+    if layout.note:
+        yield tag("p", layout.note, class_="pc-dim")
+    others = [other.text for other, _ in members if other is not leaf]
+    if others:
+        shown = ", ".join(others[:MAX_ROWS]) + (", …" if len(others) > MAX_ROWS else "")
+        head = tag("summary", f"and {count_text(len(others), 'other leaf', 'other leaves')}")
+        yield tag("details", head, tag("code", shown), class_="pc-dim")
+
+
+def _figures(what: str, panels: Sequence[Panel]) -> Iterator[Html]:
+    for panel in panels:
+        caption = f"{what}; {panel.title}" if panel.title else what
+        yield tag("figure", tag("figcaption", caption), _plane(panel))
+
+
+def _plane(panel: Panel) -> Html:
+    columns = len(panel.rows[0])
+    blocks = (
+        tag(
+            "div",
+            block.label or "–",
+            title=f"{block.detail} on {block.label}",
+            style=_background(block.colour),
+        )
+        for row in panel.rows
+        for block in row
+    )
+    style = f"grid-template-columns:repeat({columns},minmax(0,auto))"
+    return tag("div", *blocks, class_="pc-plane" + (" pc-wide" if columns > 8 else ""), style=style)
+
+
+# --- leaves ---------------------------------------------------------------------------------------
+
+
+def _tree(root: Branch, total: int) -> Iterator[Html]:
+    left = [MAX_LEAVES]
+    yield _branch(root, total, left)
+    yield from _left_out(root.leaves - MAX_LEAVES, "leaf", "leaves")
+
+
+def _branch(branch: Branch, total: int, left: list[int]) -> Html:
+    """A branch and what is below it, as long as leaves are `left` to show."""
+    name = tag("b", branch.label or "(root)")
+    if not branch.children:
+        left[0] -= 1
+        words = tag("span", f" {leaf_words(branch)}", class_="pc-dim")
+        return tag("div", name, words, class_="pc-leaf")
+    items = []
+    for child in branch.children:
+        if left[0] <= 0:
+            break
+        items.append(tag("li", _branch(child, total, left)))
+    words = tag("span", f" {branch_words(branch, total)}", class_="pc-dim")
+    opened = {"open": ""} if not branch.path or branch.leaves <= OPEN_LEAVES else {}
+    return tag("details", tag("summary", name, words), tag("ul", *items), **opened)
+
+
+# --- the save -------------------------------------------------------------------------------------
+
+
+def _timeline(manifest: Manifest) -> Html:
+    longest = max(manifest.seconds.values()) or 1.0
+    rows: list[Html] = []
+    for number, (stage, seconds) in enumerate(manifest.seconds.items()):
+        share = min(max(seconds / longest, 0.0), 1.0)
+        style = f"width:{share:.2%};{_background(number)}"
+        rows += [
+            tag("span", stage.replace("_", " ")),
+            tag("div", style=style, class_="pc-bar"),
+            tag("span", duration_text(seconds)),
+        ]
+    note = "Stages that several threads run at once count for each of them."
+    return join(tag("div", *rows, class_="pc-bars"), tag("p", note, class_="pc-dim"))
+
+
+def _entries(content: Any) -> Html:
+    if not isinstance(content, dict):
+        return tag("pre", values.to_text(content))
+    items = (
+        tag("li", tag("b", str(key)), " ", tag("code", values.to_text(value)))
+        for key, value in list(content.items())[:MAX_ROWS]
+    )
+    return tag(
+        "ul", *items, *_left_out(len(content) - MAX_ROWS, "entry", "entries"), class_="pc-rows"
+    )
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def damage_html(
+    path: str, damage: Sequence[Damage], *, checked: str, unchecked: Sequence[str]
+) -> str:
+    """What a verification found."""
+    state = (
+        tag("b", f"damaged in {count_text(len(damage), 'place')}", class_="pc-bad")
+        if damage
+        else tag("b", "whole", class_="pc-good")
+    )
+    items = (
+        tag("li", tag("code", item.path or "the checkpoint"), " ", item.text)
+        for item in damage[:MAX_ROWS]
+    )
+    return fragment(
+        tag("p", state, " ", tag("code", path), f" {checked}"),
+        tag("ul", *items, *_left_out(len(damage) - MAX_ROWS, "damage"), class_="pc-rows"),
+        *(tag("p", f"not checked: {what}", class_="pc-dim") for what in unchecked),
+    )
+
+
+def differences_html(a: str, b: str, differences: Sequence[Difference], *, compared: str) -> str:
+    """What a comparison found."""
+    state = (
+        tag("b", count_text(len(differences), "difference"), class_="pc-bad")
+        if differences
+        else tag("b", "the same", class_="pc-good")
+    )
+    items = (tag("li", tag("code", str(item))) for item in differences[:MAX_ROWS])
+    return fragment(
+        tag("p", state, " ", tag("code", a), " → ", tag("code", b), f" {compared}"),
+        tag("ul", *items, *_left_out(len(differences) - MAX_ROWS, "difference"), class_="pc-rows"),
+    )
+
+
+def _left_out(count: int, one: str, many: str | None = None) -> Iterator[Html]:
+    if count > 0:
+        yield tag("p", f"… and {count_text(count, one, many)} more", class_="pc-dim")
