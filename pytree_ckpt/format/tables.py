@@ -17,6 +17,8 @@ from pytree_ckpt.format.parse import Reader
 Ints = npt.NDArray[np.int64]
 DIGEST_NBYTES: Mapping[str, int] = {"sha256": 32, "xxh3_128": 16}
 MAX_PACKED_NBYTES = 1 << 60
+MAX_PACKED_SHARD_NBYTES = 1 << 30
+"""Of one file of a packed array."""
 MAX_PACKED_CHUNK_NBYTES = 64 << 20
 """A reader holds a whole chunk of a packed array, whatever it wants of it."""
 
@@ -59,8 +61,11 @@ class Packed:
     def __post_init__(self) -> None:
         if not 0 < self.chunk_nbytes <= self.shard_nbytes or self.nbytes < 1:
             raise ValueError(f"bad extent of a packed array: {self}")
-        extent = max(self.nbytes, self.shard_nbytes)
-        if self.chunk_nbytes > MAX_PACKED_CHUNK_NBYTES or extent > MAX_PACKED_NBYTES:
+        if (
+            self.chunk_nbytes > MAX_PACKED_CHUNK_NBYTES
+            or self.shard_nbytes > MAX_PACKED_SHARD_NBYTES
+            or self.nbytes > MAX_PACKED_NBYTES
+        ):
             raise ValueError(f"a packed array beyond any limit: {self}")
         if self.shard_nbytes % self.chunk_nbytes or self.nbytes % self.chunk_nbytes:
             raise ValueError(f"chunks do not divide a packed array: {self}")

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +24,7 @@ from pytree_ckpt.format.tables import Packed, ShardIndex, Table
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan.loading import ChunkRead, ReadPlan, ReadUnit
 from pytree_ckpt.plan.windows import PackedShard, Window, windows
-from pytree_ckpt.store import arrays, contents
+from pytree_ckpt.store import arrays, claims, contents
 from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.workers import Workers, thread_count
@@ -171,9 +171,10 @@ class CheckpointReader:
     def _groups(self, requests: Sequence[Request]) -> Iterator["_Group"]:
         for name in ("arrays", "packed"):
             contents.refuse_link(self._data / name, None)
+        refused = self._refused(requests)
         begun: _Begun = {}
-        yield from self._packed_groups(requests, begun)
-        group = _Group()
+        yield from self._packed_groups(requests, refused, begun)
+        group = _Group(jobs=[functools.partial(_report, odd) for odd in refused.values()])
         for number, request in enumerate(requests):
             own = request.arrays
             if not own:
@@ -184,12 +185,25 @@ class CheckpointReader:
             if any(damage.kind == "link" for damage in odd):
                 continue
             for at, unit in enumerate(request.plan.units):
+                if (number, at) in refused:
+                    continue
                 self._add_unit(group, number, request, unit, begun.pop((number, at), None))
                 if 2 * group.nbytes >= self._bound:
                     yield group
                     group = _Group()
         if group.jobs or group.filled:
             yield group
+
+    def _refused(self, requests: Sequence[Request]) -> dict[tuple[int, int], Sequence[Damage]]:
+        """Units, by number of request and unit, that their files cannot hold, and why."""
+        refused: dict[tuple[int, int], Sequence[Damage]] = {}
+        for number, request in enumerate(requests):
+            for at, unit in enumerate(request.plan.units):
+                try:
+                    claims.check_unit(self._data, self.tables, unit, request.part)
+                except IntegrityError as error:
+                    refused[number, at] = error.damage
+        return refused
 
     def _add_unit(
         self,
@@ -281,12 +295,18 @@ class CheckpointReader:
         folder = contents.array_folder(self._data, leaf.name)
         return contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
 
-    def _packed_groups(self, requests: Sequence[Request], begun: "_Begun") -> Iterator["_Group"]:
+    def _packed_groups(
+        self, requests: Sequence[Request], refused: Collection[tuple[int, int]], begun: "_Begun"
+    ) -> Iterator["_Group"]:
         """Packed shards: few large reads, each of many shards.
 
         A stack with parts that are not packed is left in `begun`.
         """
-        shards = list(self._packed_shards(requests))
+        shards = [
+            shard
+            for shard in self._packed_shards(requests)
+            if (shard.request, shard.unit) not in refused
+        ]
         buffers: dict[tuple[int, int], dict[int, Array]] = {}
         group = _Group()
         for process in sorted({shard.process for shard in shards}):
@@ -298,6 +318,11 @@ class CheckpointReader:
         left = Counter((shard.request, shard.unit) for shard in shards)
         extents = {shard.process: self._extent(shard.process) for shard in shards}
         for window in windows(shards, extents):
+            try:
+                claims.check_window(self._data, window, extents[window.process], self._packed_codec)
+            except IntegrityError as error:
+                group.jobs.append(functools.partial(_report, error.damage))
+                continue
             memory = arrays.aligned_empty((window.stop - window.start,), np.dtype(np.uint8))
             group.nbytes += memory.nbytes
             placed = []
@@ -351,9 +376,12 @@ class CheckpointReader:
             raise FormatError(f"table {process} has packed shards without a packed array")
         return packed
 
+    @cached_property
+    def _packed_codec(self) -> str:
+        return next(s.codec for s in self.manifest.specs if s.storage == "packed")
+
     def _packed_store(self, process: int) -> ts.TensorStore:
-        codec = next(s.codec for s in self.manifest.specs if s.storage == "packed")
-        metadata = arrays.packed_zarr(self._extent(process), codec)
+        metadata = arrays.packed_zarr(self._extent(process), self._packed_codec)
         folder = contents.packed_folder(self._data, process)
         return arrays.open_array(folder, metadata, self._ctx, write=False)
 

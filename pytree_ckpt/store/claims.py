@@ -1,0 +1,118 @@
+"""Whether files can hold what the metadata claims: asked before memory is taken for it.
+
+A manifest may claim a chunk of any size, and the index in a file of any size that a chunk is all
+of it. Neither is believed further than the sizes of the files bear it out.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from pytree_ckpt.errors import Damage, IntegrityError
+from pytree_ckpt.format import zarr
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.manifest import Leaf
+from pytree_ckpt.format.tables import Packed, Table
+from pytree_ckpt.plan.loading import ReadUnit
+from pytree_ckpt.plan.windows import Window
+from pytree_ckpt.store import contents
+
+_TRUSTED_NBYTES = 64 << 20
+"""Claims up to this size are not looked into: whoever reads finds out what is missing."""
+_MOST_PER_STORED = {"raw": 2, "zstd": 1 << 15}
+"""Bytes that a stored byte may claim. raw: half of the files may be lost, then their chunks are
+named one by one; zstd: a block of at least 4 bytes decodes to at most 128 KiB."""
+_SLACK_NBYTES = 1 << 16
+_SLACK_CHUNK_NBYTES = 64
+"""For its entry in the index of a shard, and what a codec adds to a few bytes."""
+
+
+def check_unit(
+    data: Path, tables: Iterable[Table], unit: ReadUnit, leaf_of: Callable[[int], Leaf]
+) -> None:
+    """Check what a unit reads; `leaf_of` tells the leaf of a part.
+
+    Raises:
+        IntegrityError: The files are too small for it, or one is larger than any shard.
+    """
+    stored: dict[Path, int] = {}
+    most_per_stored, packed = 1, False
+    for part, shards in _shards_by_part(unit).items():
+        leaf = leaf_of(part)
+        if leaf.spec is None:
+            continue
+        most_per_stored = max(most_per_stored, _MOST_PER_STORED[leaf.spec.codec])
+        packed |= leaf.spec.storage == "packed"
+        if leaf.name is not None:
+            stored |= _sizes_of_shards(
+                contents.array_folder(data, leaf.name), leaf, leaf.spec, shards
+            )
+    nbytes = sum(read.nbytes for read in unit.reads)
+    if packed and nbytes > _TRUSTED_NBYTES:
+        folders = [contents.packed_folder(data, table.process) for table in tables]
+        stored |= _sizes(f / name for f in folders if f.is_dir() for name in os.listdir(f))
+    _check_sum(stored, nbytes, most_per_stored, leaf_of(0).text)
+
+
+def _shards_by_part(unit: ReadUnit) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for read in unit.reads:
+        found.setdefault(read.part, set()).add(read.shard)
+    return found
+
+
+def _sizes_of_shards(
+    folder: Path, leaf: Leaf, spec: ArraySpec, shards: Iterable[int]
+) -> dict[Path, int]:
+    grid = spec.shards
+    stored = _sizes(folder / zarr.shard_file(grid.position(shard)) for shard in shards)
+    shard_nbytes = math.prod(spec.shard_shape) * spec.itemsize
+    _check_files(stored, shard_nbytes, spec.chunks_per_shard, leaf.text)
+    return stored
+
+
+def check_window(data: Path, window: Window, packed: Packed, codec: str) -> None:
+    """As `check_unit`, of a part of a packed array, which lies in one file."""
+    name = zarr.shard_file((window.start // packed.shard_nbytes,))
+    stored = _sizes([contents.packed_folder(data, window.process) / name])
+    chunks = packed.shard_nbytes // packed.chunk_nbytes
+    _check_files(stored, packed.shard_nbytes, chunks, None)
+    _check_sum(stored, window.stop - window.start, _MOST_PER_STORED[codec], None)
+
+
+def _sizes(files: Iterable[Path]) -> dict[Path, int]:
+    """Size of each file; one that is not there, which shows when it is read, has none."""
+    found = {}
+    for file in files:
+        try:
+            found[file] = file.lstat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    return found
+
+
+def _check_files(
+    stored: Mapping[Path, int], shard_nbytes: int, chunks: int, leaf: str | None
+) -> None:
+    # Codecs may add a little to what they cannot compress, but never double it.
+    most = 2 * shard_nbytes + _SLACK_CHUNK_NBYTES * chunks + _SLACK_NBYTES
+    for file, nbytes in stored.items():
+        if nbytes > most:
+            text = f"{file} has {nbytes} bytes, a shard of {shard_nbytes} has at most {most}"
+            raise _damaged(text, leaf, file)
+
+
+def _check_sum(
+    stored: Mapping[Path, int], nbytes: int, most_per_stored: int, leaf: str | None
+) -> None:
+    total = sum(stored.values())
+    if nbytes > max(_TRUSTED_NBYTES, most_per_stored * total):
+        where = "a packed array" if leaf is None else leaf or "(root)"
+        text = f"{where} has {nbytes} bytes by its manifest, and its files have {total}"
+        raise _damaged(text, leaf, None)
+
+
+def _damaged(text: str, leaf: str | None, file: Path | None) -> IntegrityError:
+    place = None if file is None else str(file)
+    return IntegrityError([Damage(path=leaf, kind="size", text=text, file=place)])
