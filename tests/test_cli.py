@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import pytree_ckpt as pc
 from pytree_ckpt.cli.main import main
+from pytree_ckpt.store.disk import FolderLock
 from tests.conftest import make_mesh
 
 
@@ -149,6 +150,105 @@ def test_a_damaged_chunk_that_diff_must_read_is_an_error(damaged: Path, tmp_path
     pc.save(tmp_path / "other", other)
     code, found = run_json("diff", tmp_path / "other", damaged)
     assert (code, found["error"]["kind"]) == (5, "IntegrityError")
+
+
+# --- ls, prune --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two good steps, and one of each other kind."""
+    root = tmp_path / "a root"
+    for step in (1, 2, 3, 4, 5):
+        pc.save(pc.step_path(root, step), state())
+    flip_size(pc.step_path(root, 3))
+    for step in (4, 5):
+        (pc.step_path(root, step) / "manifest.msgpack").unlink()
+    pc.step_path(root, 6).symlink_to(pc.step_path(root, 1))
+    (root / "logs").mkdir()
+    (root / "step_9").mkdir()
+    return root
+
+
+def flip_size(checkpoint: Path) -> None:
+    (file,) = checkpoint.glob("data-*/arrays/*/c.*")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_ls_tells_the_state_of_every_step(root: Path) -> None:
+    (data,) = pc.step_path(root, 5).glob("data-*")
+    with FolderLock(data, shared=False) as lock:
+        assert lock.state == "held"
+        code, found = run_json("ls", root)
+    assert code == 0
+    assert {item["step"]: item["status"] for item in found["steps"]} == {
+        1: "committed",
+        2: "committed",
+        3: "damaged",
+        4: "unfinished",
+        5: "being written",
+        6: "committed",
+    }
+    assert found["steps"][1]["manifest"]["nbytes"] == 512 * 513 * 8
+    assert [item["step"] for item in found["steps"] if item["note"] == "a link"] == [6]
+    lines = run("ls", root).stdout.splitlines()
+    assert lines[0].split()[:4] == ["step", "state", "age", "bytes"]
+    assert lines[2].split()[:2] == ["2", "committed"]
+
+
+def test_ls_of_an_empty_and_of_a_missing_root(tmp_path: Path, good: Path) -> None:
+    assert run("ls", good).stdout == "no steps\n"
+    assert run_json("ls", good) == (0, {"steps": []})
+    assert run("ls", tmp_path / "nothing").exit_code == 3
+    assert run("prune", tmp_path / "nothing", "--last", 1).exit_code == 3
+
+
+def test_ls_sees_the_steps_of_the_names_that_are_asked_for(tmp_path: Path) -> None:
+    pc.save(pc.step_path(tmp_path, 7, prefix="ppo-", width=3), state())
+    assert run("ls", tmp_path).stdout == "no steps\n"
+    assert "7" in run("ls", tmp_path, "--prefix", "ppo-", "--width", 3).stdout
+    assert run("ls", tmp_path, "--prefix", "../x").exit_code == 2
+
+
+def test_prune_says_what_would_go_and_touches_nothing(root: Path) -> None:
+    before = sorted(root.rglob("*"))
+    code, found = run_json("prune", root, "--last", 1)
+    assert code == 0
+    assert [item["step"] for item in found["dropped"]] == [1, 2]
+    assert [item["step"] for item in found["left"]] == [3]
+    assert {item["step"]: item["why"] for item in found["kept"]} == {6: "reached through a link"}
+    assert (found["deleted"], found["in_use"]) == ([], [])
+    assert "nothing was deleted" in run("prune", root, "--last", 1).stdout
+    assert sorted(root.rglob("*")) == before
+
+
+def test_prune_deletes_only_with_yes_and_what_is_read_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        pc.save(pc.step_path(tmp_path, step), state())
+    with pc.open(pc.step_path(tmp_path, 1)):
+        code, found = run_json("prune", tmp_path, "--last", 1, "--pin", 2, "--yes")
+    assert (code, found["deleted"], found["in_use"]) == (0, [3], [1])
+    assert pc.steps(tmp_path) == [1, 2, 4]
+    assert all(pc.verify(pc.step_path(tmp_path, step)).ok for step in (1, 2, 4))
+
+
+def test_prune_takes_every_rule(tmp_path: Path) -> None:
+    manager = pc.CheckpointManager(tmp_path, keep=None, background=False)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8)):
+        manager.save(step, {"w": step}, metrics={"loss": loss})
+    kept = run_json("prune", tmp_path, "--best", "loss", "min", 1, "--every", 3)[1]["kept"]
+    assert {item["step"]: item["why"] for item in kept} == {
+        2: "best 1 by loss",
+        3: "every 3",
+        4: "the last one is never deleted",
+    }
+    assert not run_json("prune", tmp_path, "--newer-than", 3600)[1]["dropped"]
+
+
+@pytest.mark.parametrize("rules", [(), ("--last", 0), ("--best", "loss", "most", 1)], ids=str)
+def test_prune_without_a_rule_that_makes_sense_is_refused(root: Path, rules: tuple[Any]) -> None:
+    assert run("prune", root, *rules, "--yes").exit_code == 2
+    assert len(pc.steps(root)) == 4
 
 
 # --- tree, show, report -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pytree_ckpt.errors import CheckpointError
 @json_option
 @click.pass_context
 def verify_command(ctx: click.Context, checkpoints: tuple[str, ...], quick: bool) -> None:
-    """Check every digest of checkpoints, and list every damage.
+    """Check every digest of CK, and list every damage.
 
     The exit code is 1 if something is damaged.
     """
@@ -41,7 +41,7 @@ def verify_command(ctx: click.Context, checkpoints: tuple[str, ...], quick: bool
 @json_option
 @click.pass_context
 def diff_command(ctx: click.Context, a: str, b: str) -> None:
-    """Say all that differs between two checkpoints, leaf by leaf.
+    """Say all that differs between two checkpoints.
 
     Structure, kinds, shapes, dtypes, shardings, values (by how much at most, and where) and
     metadata. Chunks that have equal digests are not read. The exit code is 1 if anything differs.

@@ -9,6 +9,7 @@ from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.pictures.outline import Branch
 from pytree_ckpt.verbs.diff import DiffReport
 from pytree_ckpt.verbs.inspect import LeafReport
+from pytree_ckpt.verbs.survey import PruneReport, StepSummary
 from pytree_ckpt.verbs.verify import VerifyReport
 
 Document = dict[str, Any]
@@ -93,4 +94,34 @@ def of_leaf(report: LeafReport) -> Document:
             for chunk in report.chunks
         ],
         "statistics": None if numbers is None else asdict(numbers),
+    }
+
+
+def of_survey(steps: Sequence[StepSummary]) -> Document:
+    """The steps of a root, ascending; `manifest` as `show` has it."""
+    return {
+        "steps": [
+            {
+                "step": item.step,
+                "name": item.name,
+                "status": item.status,
+                "note": item.note,
+                "manifest": None if item.manifest is None else of_manifest(item.manifest),
+            }
+            for item in steps
+        ]
+    }
+
+
+def of_prune(report: PruneReport) -> Document:
+    """For each step why it stays or goes."""
+    decision = report.decision
+    groups = {"kept": decision.kept, "dropped": decision.dropped, "left": decision.left}
+    return {
+        **{
+            name: [{"step": step, "why": why} for step, why in steps.items()]
+            for name, steps in groups.items()
+        },
+        "deleted": report.deleted,
+        "in_use": report.in_use,
     }

@@ -1,5 +1,6 @@
 """What commands print for people, as rich's tables, trees and blocks."""
 
+import time
 from collections.abc import Iterator, Sequence
 
 from rich.box import SQUARE
@@ -12,13 +13,14 @@ from rich.tree import Tree
 from pytree_ckpt.errors import Damage
 from pytree_ckpt.format import values
 from pytree_ckpt.format.manifest import Manifest
-from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts
+from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts, writer_words
 from pytree_ckpt.pictures.layouts import Panel, devices_text, layout_of
 from pytree_ckpt.pictures.outline import Branch
 from pytree_ckpt.pictures.style import COLOURS
 from pytree_ckpt.pictures.text import count_text, duration_text, plain, size_text
 from pytree_ckpt.verbs.diff import DiffReport
 from pytree_ckpt.verbs.inspect import LeafReport
+from pytree_ckpt.verbs.survey import PruneReport, StepSummary
 from pytree_ckpt.verbs.verify import VerifyReport
 
 
@@ -159,3 +161,50 @@ def _plane(panel: Panel) -> Group:
             )
         )
     return Group(*([Text(plain(panel.title))] if panel.title else []), found)
+
+
+# --- a root ---------------------------------------------------------------------------------------
+
+_STATUS_STYLES = {"committed": "green", "damaged": "bold red", "unreadable": "red"}
+
+
+def of_survey(steps: Sequence[StepSummary]) -> Iterator[RenderableType]:
+    """A line for each step."""
+    if not steps:
+        yield Text("no steps")
+        return
+    found = table("step", "state", "age", "bytes", "leaves", "mesh", "written by", "")
+    for item in steps:
+        status = Text(item.status, style=_STATUS_STYLES.get(item.status, "yellow"))
+        found.add_row(str(item.step), status, *_about(item.manifest), plain(item.note))
+    yield found
+
+
+def _about(manifest: Manifest | None) -> tuple[str, ...]:
+    if manifest is None:
+        return ("",) * 5
+    facts = (
+        duration_text(max(time.time() - manifest.created, 0.0)),
+        size_text(manifest.nbytes),
+        f"{len(manifest.leaf_codes):,}",
+        ", ".join(map(str, manifest.meshes)) or "none",
+        writer_words(manifest),
+    )
+    return tuple(map(plain, facts))
+
+
+def of_prune(report: PruneReport) -> Iterator[RenderableType]:
+    """What stays and what goes, and why."""
+    decision = report.decision
+    found = table("step", "", "why")
+    reasons = sorted({**decision.kept, **decision.dropped, **decision.left}.items())
+    for step, why in reasons:
+        word, style = "stays", "green"
+        if step in decision.dropped:
+            word, style = ("deleted", "red") if step in report.deleted else ("to go", "yellow")
+        if step in report.in_use:
+            word, why = "stays", "it is being read"
+        found.add_row(str(step), Text(word, style=style), plain(why))
+    yield found
+    if decision.dropped and not report.deleted and not report.in_use:
+        yield Text("nothing was deleted; --yes deletes what is to go", style="yellow")

@@ -16,7 +16,10 @@ from pytree_ckpt.pictures.text import plain
 @click.option("--match", metavar="PATTERN", help="Only leaves such as 'params/**/kernel'.")
 @json_option
 def tree_command(checkpoint: str, depth: int | None, match: str | None) -> None:
-    """Draw the tree: shapes, dtypes, shardings, bytes and their share."""
+    """Draw the tree of CK.
+
+    Shapes, dtypes, shardings, bytes, and the share of all bytes.
+    """
     from pytree_ckpt.cli import documents, drawing
     from pytree_ckpt.pictures.outline import matching, outline
     from pytree_ckpt.plan import patterns
@@ -37,7 +40,10 @@ def tree_command(checkpoint: str, depth: int | None, match: str | None) -> None:
 @click.option("--stats", is_flag=True, help="Read LEAF: least, greatest, mean, and count of NaNs.")
 @json_option
 def show_command(checkpoint: str, leaf: str | None, stats: bool) -> None:
-    """Tell what a checkpoint is, or with LEAF: its chunks, digests, and who held what."""
+    """Tell what CK is, or what LEAF in it is.
+
+    Of a leaf: its chunks with digests, and which device held which slice, drawn.
+    """
     from pytree_ckpt.cli import documents, drawing
     from pytree_ckpt.cli.progress import progress
     from pytree_ckpt.verbs.checkpoint import read_manifest
@@ -62,7 +68,11 @@ def show_command(checkpoint: str, leaf: str | None, stats: bool) -> None:
 @click.option("--output", "-o", metavar="FILE", help="Where to; by default NAME.html here.")
 @json_option
 def report_command(checkpoint: str, output: str | None) -> None:
-    """Write one HTML file that shows all about a checkpoint; it needs nothing else."""
+    """Write a page of HTML about CK.
+
+    One file that needs nothing else: where the bytes are, which device held what, all leaves, how
+    long the save took.
+    """
     from pytree_ckpt.pictures.pages import manifest_page
     from pytree_ckpt.verbs.checkpoint import read_manifest
 

@@ -13,6 +13,7 @@ from pytree_ckpt.cli.check import diff_command, verify_command
 from pytree_ckpt.cli.failures import INTERRUPTED, end_quietly, exit_code
 from pytree_ckpt.cli.look import report_command, show_command, tree_command
 from pytree_ckpt.cli.output import emit_error
+from pytree_ckpt.cli.root import ls_command, prune_command
 from pytree_ckpt.errors import CheckpointError
 
 
@@ -38,5 +39,8 @@ def main() -> None:
     """Look into, prove and compare checkpoints; no accelerator and no JAX is needed."""
 
 
-for command in (tree_command, show_command, verify_command, diff_command, report_command):
+for command in (
+    *(ls_command, tree_command, show_command, report_command),
+    *(verify_command, diff_command, prune_command),
+):
     main.add_command(command)

@@ -11,18 +11,23 @@ from pytree_ckpt.pictures.text import count_text, percent_text, size_text
 def manifest_facts(manifest: Manifest) -> list[tuple[str, str]]:
     """What to know first about a checkpoint, each with its name."""
     when = datetime.datetime.fromtimestamp(manifest.created, datetime.UTC)
-    devices = count_text(manifest.device_count, f"{manifest.platform} device")
     leaves = count_text(len(manifest.leaf_codes), "leaf", "leaves")
-    processes = count_text(manifest.process_count, "process", "processes")
     return [
         ("state", f"{leaves}, {size_text(manifest.nbytes)}"),
         ("mesh", ", ".join(map(str, manifest.meshes)) or "none"),
-        ("saved by", f"{processes} with {devices}"),
+        ("saved by", writer_words(manifest)),
         ("saved at", f"{when:%Y-%m-%d %H:%M:%S} UTC"),
         ("with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("chunks", f"{manifest.num_chunks:,} with {manifest.digest}"),
         ("id", manifest.id.hex()[:16]),
     ]
+
+
+def writer_words(manifest: Manifest) -> str:
+    """Who saved a checkpoint."""
+    processes = count_text(manifest.process_count, "process", "processes")
+    devices = count_text(manifest.device_count, f"{manifest.platform} device")
+    return f"{processes} with {devices}, pytree-ckpt {manifest.versions.get('pytree-ckpt', '?')}"
 
 
 def branch_words(branch: Branch, total: int) -> str:

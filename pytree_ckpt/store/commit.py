@@ -57,6 +57,11 @@ def _why_not_found(path: Path) -> str:
     return f"{path} is not a checkpoint: it has no {MANIFEST_FILE}"
 
 
+def data_folders(path: Path) -> list[Path]:
+    """The folders in which saves to this place have put their data."""
+    return [path / name for name in os.listdir(path) if _DATA_DIR.fullmatch(name)]
+
+
 def is_committed(location: Location) -> bool:
     """Whether a checkpoint, good or damaged, is at this place.
 

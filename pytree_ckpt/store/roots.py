@@ -87,6 +87,26 @@ def _look_at(path: Path, step: int) -> StepState | None:
     return state(manifest=manifest)
 
 
+def unfinished(root: Path, names: StepNames) -> list[tuple[int, bool]]:
+    """Steps that have data but no manifest, each with whether somebody is writing it.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+    found = []
+    for entry in os.listdir(root):
+        step, path = names.step(entry), root / entry
+        if step is None or path.is_symlink() or not path.is_dir():
+            continue
+        data = commit.data_folders(path)
+        if data and not commit.is_committed(Location(path)):
+            locks = [disk.FolderLock(folder, shared=True) for folder in data]
+            found.append((step, any(lock.state == "busy" for lock in locks)))
+            for lock in locks:
+                lock.release()
+    return found
+
+
 def latest_whole(root: Path, names: StepNames, *, below: int) -> Path | None:
     """The newest step below `below` that is not marked, and whose manifest and tables are sound."""
     for step in reversed(committed_steps(root, names)):

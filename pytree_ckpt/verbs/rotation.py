@@ -36,6 +36,18 @@ class Rotation:
         left = {s.step: s.trouble for s in states if s.trouble is not None}
         return dataclasses.replace(decision, left=left)
 
+    def carry_out(self, decision: Decision) -> list[int]:
+        """Delete what a decision drops; those that are being read stay, and are returned.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        roots.reclaim(self._root, self._names)
+        if decision.dropped:
+            roots.settle(self._root, self._names, decision.kept)
+        paths = {number: self._root / self._names.name(number) for number in decision.dropped}
+        return [number for number, path in paths.items() if not roots.delete(path)]
+
     def make_room(self, step: int) -> None:
         """Ahead of writing `step`, delete what will not be kept once it is there.
 

@@ -1,0 +1,76 @@
+"""Commands on a root of numbered checkpoints."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from pytree_ckpt.cli.output import emit, json_option
+from pytree_ckpt.format.steps import StepNames
+
+
+def names_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """How the steps of the root are named."""
+    command = click.option("--width", default=8, show_default=True, help="Digits of a step.")(
+        command
+    )
+    return click.option(
+        "--prefix", default="step_", show_default=True, help="What a step's name begins with."
+    )(command)
+
+
+def _names(prefix: str, width: int) -> StepNames:
+    try:
+        return StepNames(prefix=prefix, width=width)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+@click.command("ls")
+@click.argument("root")
+@names_options
+@json_option
+def ls_command(root: str, prefix: str, width: int) -> None:
+    """List the steps of ROOT.
+
+    Age, bytes, leaves, mesh, who wrote them, and whether they are committed, damaged (as far as
+    the presence and the sizes of files tell), being written, or left unfinished.
+    """
+    from pytree_ckpt.cli import documents, drawing
+    from pytree_ckpt.verbs.survey import survey
+
+    found = survey(root, names=_names(prefix, width))
+    emit(documents.of_survey(found), lambda: drawing.of_survey(found))
+
+
+@click.command("prune")
+@click.argument("root")
+@click.option("--last", type=int, help="Keep the newest so many.")
+@click.option("--every", type=int, help="Keep each step that is a multiple of this.")
+@click.option(
+    "--best",
+    type=(str, click.Choice(["min", "max"]), int),
+    metavar="METRIC min|max COUNT",
+    help="Keep the best so many by a metric.",
+)
+@click.option("--pin", "pinned", type=int, multiple=True, metavar="STEP", help="Keep this step.")
+@click.option("--newer-than", type=float, metavar="SECONDS", help="Keep what is younger.")
+@click.option("--yes", is_flag=True, help="Delete; without it nothing is touched.")
+@names_options
+@json_option
+def prune_command(root: str, yes: bool, prefix: str, width: int, **rules: Any) -> None:
+    """Delete the steps of ROOT that no rule keeps.
+
+    Without --yes it says what would go and what would stay, and why. The newest good step always
+    stays, and what is damaged is left alone.
+    """
+    from pytree_ckpt.cli import documents, drawing
+    from pytree_ckpt.plan.retention import Keep
+    from pytree_ckpt.verbs.survey import prune
+
+    try:
+        keep = Keep(**rules)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    report = prune(root, keep, names=_names(prefix, width), delete=yes)
+    emit(documents.of_prune(report), lambda: drawing.of_prune(report))
