@@ -7,7 +7,8 @@ from typing import Literal
 MIB = 1 << 20
 
 Progress = Callable[[int, int], None]
-"""Is told the bytes done and the bytes in all, from any thread."""
+"""Is told the bytes done and the bytes in all, from any thread, one call at a time."""
+ProgressChoice = bool | Literal["auto"] | Progress
 DigestName = Literal["sha256", "xxh3_128"]
 CodecName = Literal["raw", "zstd"]
 
@@ -29,6 +30,8 @@ class SaveOptions:
             to write than another counts. For an error that names who is missing, keep twice this
             below the `heartbeat_timeout_seconds` of `jax.distributed.initialize` (100 by default),
             after which the runtime ends every process.
+        progress: `True` shows a bar on the terminal of process 0, `"auto"` only for what takes
+            over a second and is not in the background; a function is called instead.
 
     Example:
         >>> SaveOptions(compress="zstd").digest
@@ -40,6 +43,7 @@ class SaveOptions:
     max_inflight_bytes: int = 256 * MIB
     threads: int | None = None
     timeout_s: float = 45.0
+    progress: ProgressChoice = "auto"
 
     def __post_init__(self) -> None:
         if self.digest not in ("sha256", "xxh3_128"):
@@ -48,7 +52,7 @@ class SaveOptions:
             raise ValueError(f"compress must be None or 'zstd', not {self.compress!r}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, not {self.timeout_s}")
-        _check_bounds(self.max_inflight_bytes, self.threads)
+        _check_bounds(self.max_inflight_bytes, self.threads, self.progress)
 
     @property
     def codec(self) -> CodecName:
@@ -64,17 +68,21 @@ class LoadOptions:
         max_inflight_bytes: Bound on the bytes that are read but not yet placed on devices. A
             single request above it goes alone.
         threads: Threads that read and verify; `None` takes one for each processor.
+        progress: As in `SaveOptions`, for `load`.
     """
 
     max_inflight_bytes: int = 256 * MIB
     threads: int | None = None
+    progress: ProgressChoice = "auto"
 
     def __post_init__(self) -> None:
-        _check_bounds(self.max_inflight_bytes, self.threads)
+        _check_bounds(self.max_inflight_bytes, self.threads, self.progress)
 
 
-def _check_bounds(max_inflight_bytes: int, threads: int | None) -> None:
+def _check_bounds(max_inflight_bytes: int, threads: int | None, progress: ProgressChoice) -> None:
     if max_inflight_bytes < 1:
         raise ValueError(f"max_inflight_bytes must be at least 1, not {max_inflight_bytes}")
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
+    if not (isinstance(progress, bool) or progress == "auto" or callable(progress)):
+        raise ValueError(f"progress must be True, False, 'auto' or a function, not {progress!r}")

@@ -33,6 +33,7 @@ class Writer:
     """Writes what one process owns below a data folder.
 
     With a `base` the files of unchanged shards are linked; `texts` are the paths of the leaves.
+    `on_write` is told the bytes that are written or linked.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Writer:
         clock: StageClock,
         base: Base | None = None,
         texts: Sequence[str] = (),
+        on_write: Callable[[int], None] | None = None,
     ) -> None:
         self.linked_nbytes = 0
         self._base = base
@@ -61,7 +63,7 @@ class Writer:
         self._digest_name = options.digest
         self._digest: Digest = digest_function(options.digest)
         self._lock = threading.Lock()
-        self._budget = ByteBudget(options.max_inflight_bytes)
+        self._budget = ByteBudget(options.max_inflight_bytes, on_write)
         self._ctx = arrays.context(threads=self._threads)
 
     def write(self, per_process: Mapping[int, Any]) -> TableRef:

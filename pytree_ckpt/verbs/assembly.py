@@ -77,7 +77,20 @@ class Assembly:
         self._plan_of: dict[tuple[int, ...], ReadPlan] = {}
         self._goes_to: list[list[tuple[_Pending, int]]] = []
 
-    def request(self, item: Item) -> Request:
+    def requests(self, items: Sequence[Item]) -> list[Request]:
+        """What to read for these leaves."""
+        found = []
+        cut: dict[int, list[Item]] = {}
+        for item in items:
+            if item.leaf.spec is None:
+                continue
+            if item.source.index is None:
+                found.append(self._request(item))
+            else:
+                cut.setdefault(item.source.parts[0].index, []).append(item)
+        return found + [self._request_indices(indices) for indices in cut.values()]
+
+    def _request(self, item: Item) -> Request:
         """What to read for one leaf."""
         pending, source = self._begin(item), item.source
         key = (source.is_stack, *(id(part.spec) for part in source.parts), id(pending.layout))
@@ -92,7 +105,7 @@ class Assembly:
         self._goes_to.append([(pending, at) for at in range(len(plan.boxes))])
         return Request(leaf=source.parts[0], plan=plan, rest=source.parts[1:])
 
-    def request_indices(self, items: Sequence[Item]) -> Request:
+    def _request_indices(self, items: Sequence[Item]) -> Request:
         """What to read for leaves that are indices of one stored leaf: each chunk once for all."""
         stored = items[0].source.parts[0]
         boxes: list[Box] = []
@@ -163,7 +176,13 @@ class Assembly:
         self._results[pending.item.at] = done
         return done
 
-    def put_value(self, item: Item, reader: CheckpointReader) -> None:
+    def put_values(self, items: Sequence[Item], reader: CheckpointReader) -> None:
+        """The leaves that are no arrays."""
+        for item in items:
+            if item.leaf.spec is None:
+                self._put_value(item, reader)
+
+    def _put_value(self, item: Item, reader: CheckpointReader) -> None:
         """A Python value, as the target wants it."""
         want = item.target.want
         if item.leaf.per_process:

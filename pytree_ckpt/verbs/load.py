@@ -14,9 +14,10 @@ from pytree_ckpt.jaxio.targets import Target, TargetTree
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan import compare
 from pytree_ckpt.plan.restructure import Restructured, Rules, restructure
+from pytree_ckpt.progress import showing
 from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import Location, PathLike, locate
-from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.store.reading import CheckpointReader, ReadStats
 from pytree_ckpt.verbs.assembly import Assembly, Item
 
 _LOG = logging.getLogger("pytree_ckpt")
@@ -74,6 +75,7 @@ def load(
         {'scale': array([1., 2.], dtype=float32), 'step': 7}
     """
     location = locate(path)
+    options = options or LoadOptions()
     clock = StageClock()
     manifest, lock = commit.open_to_read(location)
     with lock:
@@ -96,20 +98,26 @@ def load(
                 cast=cast,
                 partial=partial,
             )
-        reader = CheckpointReader(
-            location.path, manifest, verify=verify, options=options or LoadOptions(), clock=clock
-        )
         try:
-            leaves = _read(reader, items, len(wanted.leaves), clock)
+            leaves, stats = _read(
+                location,
+                manifest,
+                items=items,
+                count=len(wanted.leaves),
+                verify=verify,
+                options=options,
+                clock=clock,
+            )
         except IntegrityError:
             _check_still_there(location, manifest)
             raise
-    _LOG.info(
+    _LOG.log(
+        logging.DEBUG if processes.process_index() else logging.INFO,
         "loaded %s: %d leaves, %d bytes in %d chunks%s; %s",
         location,
         len(leaves),
-        reader.stats.nbytes,
-        reader.stats.chunks,
+        stats.nbytes,
+        stats.chunks,
         f", {len(skipped)} leaves not asked for" if skipped else "",
         clock,
     )
@@ -195,24 +203,37 @@ def _layout(
 
 
 def _read(
-    reader: CheckpointReader, items: Sequence[Item], count: int, clock: StageClock
-) -> list[Any]:
-    """The leaves of the result, in the order of the target."""
+    location: Location,
+    manifest: Manifest,
+    *,
+    items: Sequence[Item],
+    count: int,
+    verify: bool,
+    options: LoadOptions,
+    clock: StageClock,
+) -> tuple[list[Any], ReadStats]:
+    """The leaves of the result, in the order of the target, and what was read."""
     assembly = Assembly(count)
-    requests = []
-    cut: dict[int, list[Item]] = {}
-    for item in items:
-        if item.leaf.spec is None:
-            assembly.put_value(item, reader)
-        elif item.source.index is None:
-            requests.append(assembly.request(item))
-        else:
-            cut.setdefault(item.source.parts[0].index, []).append(item)
-    requests += [assembly.request_indices(indices) for indices in cut.values()]
-    for group in reader.read(requests):
-        with clock.stage("place"):
-            assembly.place(group)
-    return assembly.finish()
+    with clock.stage("plan"):
+        requests = assembly.requests(items)
+    follows = processes.process_index() > 0
+    if not follows:
+        _LOG.info("reading %s: %d arrays", location, len(requests))
+    with showing(f"loading {location}", False if follows else options.progress) as progress:
+        total = sum(request.plan.nbytes_read for request in requests) if progress else 0
+        reader = CheckpointReader(
+            location.path,
+            manifest,
+            verify=verify,
+            options=options,
+            clock=clock,
+            on_read=progress and (lambda nbytes: progress(nbytes, total)),
+        )
+        assembly.put_values(items, reader)
+        for group in reader.read(requests):
+            with clock.stage("place"):
+                assembly.place(group)
+    return assembly.finish(), reader.stats
 
 
 def _check_still_there(location: Location, manifest: Manifest) -> None:

@@ -1,5 +1,6 @@
 """Save a pytree: describe, plan, write, commit."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -126,6 +127,10 @@ def start_save(
     The caller counts as blocked since `started`, by `time.perf_counter()`.
     """
     started = time.perf_counter() if started is None else started
+    options = options or SaveOptions()
+    if options.progress == "auto":
+        # A bar would draw over what the training loop prints.
+        options = dataclasses.replace(options, progress=False)
     job = SaveJob(
         path,
         tree,

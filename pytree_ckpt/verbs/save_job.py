@@ -23,6 +23,7 @@ from pytree_ckpt.jaxio.describe import Described, describe
 from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan import agreement
 from pytree_ckpt.plan.saving import SavePlan, plan_save
+from pytree_ckpt.progress import showing
 from pytree_ckpt.store import commit
 from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.linking import Base
@@ -103,7 +104,8 @@ class SaveJob:
             else:
                 before()
                 manifest = self._lead()
-        _LOG.info(
+        _LOG.log(
+            logging.DEBUG if self._process else logging.INFO,
             "saved %s: %d leaves, %d bytes by this process, %d linked by all; %s",
             self.location,
             len(manifest.leaf_codes),
@@ -135,6 +137,7 @@ class SaveJob:
                 linked_nbytes=sum(linked for _, _, linked in written),
             )
             data, digest = manifest_file.to_bytes(complete)
+            _LOG.info("committing %s", self.location)
             with self.clock.stage("commit"):
                 if len(written) > 1:
                     _check_coverage(self.location, complete)
@@ -189,17 +192,23 @@ class SaveJob:
 
     def _write(self, folder: Path) -> tuple[int, bytes, int]:
         """Write what falls to this process: size and id of its table, bytes that are linked."""
-        writer = Writer(
-            folder,
-            self._plan,
-            self._views,
-            process=self._process,
-            options=self._options,
-            clock=self.clock,
-            base=self._base,
-            texts=self._texts,
-        )
-        table = writer.write(self._per_process)
+        choice = False if self._process else self._options.progress
+        nbytes = self._plan.nbytes
+        if not self._process:
+            _LOG.info("writing %s: %d bytes by this process", self.location, nbytes)
+        with showing(f"saving {self.location}", choice) as progress:
+            writer = Writer(
+                folder,
+                self._plan,
+                self._views,
+                process=self._process,
+                options=self._options,
+                clock=self.clock,
+                base=self._base,
+                texts=self._texts,
+                on_write=progress and (lambda done: progress(done, nbytes)),
+            )
+            table = writer.write(self._per_process)
         if self._base is not None:
             self._base.release()  # it may be what this save replaces
         return table.nbytes, table.id, writer.linked_nbytes
