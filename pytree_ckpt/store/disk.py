@@ -82,6 +82,19 @@ def make_dirs(path: Path) -> list[Path]:
     return missing
 
 
+def make_dir(path: Path) -> None:
+    """Make a folder, unless another process has; a link in its place is refused.
+
+    Raises:
+        FileExistsError: There is something else.
+    """
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if path.is_symlink() or not path.is_dir():
+            raise
+
+
 def write_new(path: Path, data: bytes) -> None:
     """Write a file that must not exist yet, durably but for its folder; links are not followed."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, _FILE_MODE)

@@ -69,7 +69,7 @@ class Writer:
     def write(self, per_process: Mapping[int, Any]) -> TableRef:
         """Write everything, durably up to `data`; `per_process` are values of this process."""
         for name in ("arrays", "packed", "tables"):
-            (self._data / name).mkdir(exist_ok=True)
+            disk.make_dir(self._data / name)
         rows, packed_rows = self._write_shards()
         table = Table(
             process=self._process,
@@ -119,7 +119,7 @@ class Writer:
 
     @staticmethod
     def _write_json(folder: Path, metadata: dict[str, Any]) -> None:
-        folder.mkdir(exist_ok=True)
+        disk.make_dir(folder)
         disk.write_new(folder / "zarr.json", zarr.to_json(metadata))
         disk.fsync_dir(folder)
 
@@ -166,7 +166,7 @@ class Writer:
             return None
         found = self._digests(spec, source)
         with self._clock.stage("link"):
-            self._folder(leaf).mkdir(exist_ok=True)
+            disk.make_dir(self._folder(leaf))
             if not base.link(twin, shard, source, found, self._folder(leaf)):
                 return None
         with self._lock:

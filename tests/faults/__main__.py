@@ -32,6 +32,7 @@ class Size:
     readers_s: float
     flips: int
     damage_stride: int
+    mutated: int
     examples: int
     steps: int
     soak_minutes: float
@@ -41,25 +42,26 @@ TINY = Size(
     kill_stride=29, torn_stride=61, replay_most=15, restart_stride=20, restart_most=4,
     disk_stride=67,
     power_stride=150, mutant_stride=5, mutant_most=150, mutant_all=False, race_steps=5, readers_s=2,
-    flips=20, damage_stride=7,
+    flips=20, damage_stride=7, mutated=200,
     examples=1, steps=10, soak_minutes=0.1,
 )  # fmt: skip
 SHORT = Size(
     kill_stride=6, torn_stride=11, replay_most=90, restart_stride=5, restart_most=8, disk_stride=17,
     power_stride=23, mutant_stride=3, mutant_most=250, mutant_all=False, race_steps=40, readers_s=8,
-    flips=150, damage_stride=1,
+    flips=150, damage_stride=1, mutated=10_000,
     examples=10, steps=20, soak_minutes=0.4,
 )  # fmt: skip
 FULL = Size(
     kill_stride=1, torn_stride=1, replay_most=1500, restart_stride=2, restart_most=15,
     disk_stride=1,
     power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
-    readers_s=60, flips=1000, damage_stride=1, examples=500, steps=50, soak_minutes=2,
+    readers_s=60, flips=1000, damage_stride=1, mutated=50_000, examples=500, steps=50,
+    soak_minutes=2,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
 CAMPAIGNS = (
-    "kill", "torn", "replay", "restart", "disk", "tmpfs", "power", "damage", "race", "readers",
-    "machine", "soak", "mutants",
+    "kill", "torn", "replay", "restart", "disk", "tmpfs", "power", "damage", "hostile", "race",
+    "readers", "machine", "soak", "mutants",
 )  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def _campaigns(
     name: str, judge, size: Size, minutes: float | None
 ) -> Iterator[tuple[str, Callable | str]]:
     """Rows of the table: what is tried, and the campaign, or why it is skipped."""
-    from tests.faults import damage, disks, kill, machine, power, replay, soak, writers
+    from tests.faults import damage, disks, hostile, kill, machine, power, replay, soak, writers
     from tests.faults.scenarios import all_scenarios
 
     scenarios = all_scenarios()
@@ -166,6 +168,8 @@ def _campaigns(
                     judge, kind, flips=size.flips, stride=size.damage_stride
                 ),
             )
+    elif name == "hostile":
+        yield "hostile: mutated metadata", lambda: hostile.campaign(mutated=size.mutated)
     elif name == "race":
         yield (
             "3 writers on one root",
