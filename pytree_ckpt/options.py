@@ -50,9 +50,7 @@ class SaveOptions:
             raise ValueError(f"digest must be 'sha256' or 'xxh3_128', not {self.digest!r}")
         if self.compress not in (None, "zstd"):
             raise ValueError(f"compress must be None or 'zstd', not {self.compress!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {self.timeout_s}")
-        _check_bounds(self.max_inflight_bytes, self.threads, self.progress)
+        _check_bounds(self)
 
     @property
     def codec(self) -> CodecName:
@@ -69,20 +67,26 @@ class LoadOptions:
             single request above it goes alone.
         threads: Threads that read and verify; `None` takes one for each processor.
         progress: As in `SaveOptions`, for `load`.
+        timeout_s: With several processes, how long a manager that has restored a step waits for
+            the others; see `SaveOptions.timeout_s`.
     """
 
     max_inflight_bytes: int = 256 * MIB
     threads: int | None = None
     progress: ProgressChoice = "auto"
+    timeout_s: float = 45.0
 
     def __post_init__(self) -> None:
-        _check_bounds(self.max_inflight_bytes, self.threads, self.progress)
+        _check_bounds(self)
 
 
-def _check_bounds(max_inflight_bytes: int, threads: int | None, progress: ProgressChoice) -> None:
-    if max_inflight_bytes < 1:
-        raise ValueError(f"max_inflight_bytes must be at least 1, not {max_inflight_bytes}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, not {threads}")
+def _check_bounds(options: SaveOptions | LoadOptions) -> None:
+    if options.max_inflight_bytes < 1:
+        raise ValueError(f"max_inflight_bytes must be at least 1, not {options.max_inflight_bytes}")
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"threads must be at least 1, not {options.threads}")
+    progress = options.progress
     if not (isinstance(progress, bool) or progress == "auto" or callable(progress)):
         raise ValueError(f"progress must be True, False, 'auto' or a function, not {progress!r}")
+    if not options.timeout_s > 0:
+        raise ValueError(f"timeout_s must be positive, not {options.timeout_s}")

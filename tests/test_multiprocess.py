@@ -1,8 +1,10 @@
 """Saves and loads by several processes, each with some of the devices."""
 
 import errno
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,13 @@ import pytest
 
 import pytree_ckpt as pc
 from pytree_ckpt.store import commit, writing
+from pytree_ckpt.verbs import manager
 from tests import stranger
 from tests.bitwise import assert_same
 from tests.cluster import Cluster
 
 SHAPE = (16, 24)
-LARGE = (1024, 1024)
+LARGE = (2048, 1024)
 
 
 @pytest.fixture(scope="module")
@@ -315,3 +318,83 @@ def test_a_save_leaves_no_keys_in_the_coordination_service(pair: Cluster, tmp_pa
     pair.run(save, str(tmp_path / "b"))  # by then all have forgotten the first
     left = {key for key in pair.run(keys_left)[0] if "/opened/" not in key}
     assert len({key.split("/")[1] for key in left}) <= 1
+
+
+# --- a loop ---------------------------------------------------------------------------------------
+
+
+def loop(root: str) -> list[int]:
+    """Four steps, of which two are kept."""
+    with pc.CheckpointManager(root, keep=pc.Keep(last=2)) as own:
+        for step in range(1, 5):
+            own.save(step, {**state(), "step": step})
+    return own.steps()
+
+
+def restore(root: str, **options: Any) -> int:
+    """Restore, compare, and tell which step it was."""
+    with pc.CheckpointManager(root) as own:
+        target = state()
+        found = own.restore(target, **options)
+        assert_same({**found, "step": 12}, target)
+        return found["step"]
+
+
+def test_a_loop_keeps_its_steps_and_restores_the_same_one_everywhere(
+    pair: Cluster, tmp_path: Path
+) -> None:
+    assert pair.run(loop, str(tmp_path)) == [[3, 4]] * 2
+    assert pair.run(restore, str(tmp_path)) == [4, 4]
+
+
+def test_damage_that_one_process_meets_is_damage_for_all(pair: Cluster, tmp_path: Path) -> None:
+    pair.run(loop, str(tmp_path))
+    flip(next(tmp_path.glob("step_00000004/data-*/arrays/large/c.3.1")))  # of process 1
+    failed = pair.outcomes(restore, str(tmp_path))
+    assert [one.kind for one in failed] == ["PeerError", "IntegrityError"]
+    assert all("of large is damaged" in one.text for one in failed)
+    assert pair.run(restore, str(tmp_path), on_damage="previous") == [3, 3]
+    assert pair.run(restore, str(tmp_path)) == [3, 3]  # it is marked
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 1
+    file.write_bytes(data)
+
+
+def save_by_the_clock(root: str) -> list[int]:
+    """Time passes for the last process only, and then for the first."""
+    import jax
+
+    clock = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            manager, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]})
+        )
+        with pc.CheckpointManager(root, save_every_seconds=60) as own:
+            clock[0] += 100 * jax.process_index()
+            own.save(1, {"step": 1})
+            clock[0] += 100
+            own.save(2, {"step": 2})
+            own.save(3, {"step": 3})
+    return own.steps()
+
+
+def test_the_clock_of_process_0_counts(pair: Cluster, tmp_path: Path) -> None:
+    assert pair.run(save_by_the_clock, str(tmp_path)) == [[2], [2]]
+
+
+def roll_back(root: str) -> list[list[int]]:
+    with pc.CheckpointManager(root) as own:
+        deleted = own.rollback(3)
+        own.save(4, {"step": 4})
+        own.wait()
+        with pytest.raises(pc.ExistsError):
+            own.save(2, {"step": 2})
+        return [deleted, own.steps()]
+
+
+def test_process_0_alone_deletes(pair: Cluster, tmp_path: Path) -> None:
+    pair.run(loop, str(tmp_path))
+    assert pair.run(roll_back, str(tmp_path)) == [[[4], [3, 4]]] * 2

@@ -106,6 +106,21 @@ class Session:
             raise _as_error(heard)
         return heard["message"]
 
+    # --- all ------------------------------------------------------------------------------------
+
+    def exchange(self, message: Any) -> dict[int, Any]:
+        """What every process has to say, to every process.
+
+        Raises:
+            PeerTimeoutError, PeerError: As `gather` and `hear`.
+        """
+        if self.process:
+            self.report(message)
+            return dict(self.hear())
+        said = {0: message, **self.gather()}
+        self.tell(list(said.items()))
+        return said
+
     # --- ending ---------------------------------------------------------------------------------
 
     @contextmanager
@@ -148,8 +163,8 @@ class Session:
         try:
             if self.process == 0:
                 return self._tell(self._as_told(error, text), _LAST_WORD_S)
-            self._report({"failed": text}, _LAST_WORD_S)
             told = self._look(f"told/{self._told}")
+            self._report({"failed": text}, _LAST_WORD_S)
         except CheckpointError as second:
             return error.add_note(f"The other processes could not be told: {second}")
         if told is not None and "message" not in told:
@@ -240,6 +255,21 @@ class Session:
         lines = [f"{self._what} failed on {_names(list(failures))}"]
         lines += [f"  process {process}: {text}" for process, text in failures.items()]
         return PeerError("\n".join(lines), failures=failures)
+
+
+def decided(what: str, decide: Callable[[], T], *, timeout_s: float) -> T:
+    """What process 0 decides, on all processes; the others wait for it.
+
+    Raises:
+        Exception: What `decide` raises in process 0; the others learn of it as of any failure.
+    """
+    with Session(what, timeout_s=timeout_s) as session:
+        if session.process:
+            heard: T = session.hear()
+            return heard
+        decision = decide()
+        session.tell(decision)
+        return decision
 
 
 class _AbsentError(Exception):

@@ -2,23 +2,16 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import jax
 
-from pytree_ckpt.errors import (
-    CheckpointError,
-    Damage,
-    ExistsError,
-    FormatError,
-    IntegrityError,
-    NewerFormatError,
-    NotFoundError,
-)
+from pytree_ckpt.errors import CheckpointError, ExistsError, NotFoundError
 from pytree_ckpt.format.steps import StepNames, checked_step
+from pytree_ckpt.jaxio.coordination import decided
 from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan import retention
 from pytree_ckpt.plan.restructure import Rules
@@ -29,10 +22,12 @@ from pytree_ckpt.store.roots import StepState
 from pytree_ckpt.verbs.load import load
 from pytree_ckpt.verbs.pending import PendingSave
 from pytree_ckpt.verbs.preemption import Preempted, listen
+from pytree_ckpt.verbs.restoring import OnDamage, load_first_whole
 from pytree_ckpt.verbs.rotation import Rotation, infos_of
 from pytree_ckpt.verbs.save import start_save
 
 _LOG = logging.getLogger("pytree_ckpt")
+T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -58,6 +53,9 @@ class CheckpointManager:
         save_options, load_options: As `save` and `load` take them.
 
     With neither `save_every` nor `save_every_seconds` every call of `save` saves.
+
+    With several processes each has a manager and makes the same calls. Process 0 decides what
+    depends on time or on what is in the root, and it alone deletes.
 
     Example:
         >>> import tempfile, numpy as np
@@ -114,7 +112,14 @@ class CheckpointManager:
         if self._save_every is not None and step % self._save_every == 0:
             return True
         due = self._save_every_seconds
-        return due is not None and time.monotonic() - self._last_saved >= due
+        return due is not None and self._decided(
+            "whether it is time", lambda: time.monotonic() - self._last_saved >= due
+        )
+
+    def _decided(self, what: str, decide: Callable[[], T]) -> T:
+        """What process 0 decides, which all must do alike."""
+        timeout_s = (self._save_options or SaveOptions()).timeout_s
+        return decided(f"the decision {what} in {self._root}", decide, timeout_s=timeout_s)
 
     def _must_stop(self) -> bool:
         return self._notice is not None and self._notice.came()
@@ -160,11 +165,13 @@ class CheckpointManager:
         preempted = self._must_stop()
         if preempted and self._pending is not None:
             self._pending.wait()
-        elif skip_if_busy and self._pending is not None and not self._pending.done():
+        elif skip_if_busy and self._decided("whether to skip a step", self._is_busy):
             return None
         else:
             self.wait()
-        replaces = self._check_order(number, overwrite=overwrite)
+        replaces = self._decided(
+            "whether to replace a step", lambda: self._check_order(number, overwrite=overwrite)
+        )
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._pending = pending = start_save(
             self._root / self._names.name(number),
@@ -185,6 +192,9 @@ class CheckpointManager:
         if preempted:
             raise self._preempted()
         return pending
+
+    def _is_busy(self) -> bool:
+        return self._pending is not None and not self._pending.done()
 
     def _base(self, step: int) -> Path | None:
         if not self._link_unchanged:
@@ -248,7 +258,7 @@ class CheckpointManager:
         target: Any = None,
         *,
         step: int | Literal["latest"] = "latest",
-        on_damage: Literal["raise", "previous"] = "raise",
+        on_damage: OnDamage = "raise",
         mesh: jax.sharding.Mesh | None = None,
         reshard: bool = False,
         cast: bool = False,
@@ -277,40 +287,27 @@ class CheckpointManager:
         if on_damage not in ("raise", "previous"):
             raise ValueError(f"on_damage must be 'raise' or 'previous', not {on_damage!r}")
         self.wait()
-        wanted = self._candidates(step)
-        trouble: list[Damage] = []
-        for number in wanted:
-            path = self._root / self._names.name(number)
-            try:
-                return load(
-                    path,
-                    target,
-                    mesh=mesh,
-                    reshard=reshard,
-                    cast=cast,
-                    partial=partial,
-                    rename=rename,
-                    stack=stack,
-                    unstack=unstack,
-                    options=self._load_options,
-                )
-            except NewerFormatError as error:
-                error.add_note(
-                    f"step {number} is not damaged, and not skipped; step= loads another one"
-                )
-                raise
-            except (IntegrityError, FormatError) as error:
-                if on_damage == "raise":
-                    error.add_note(
-                        f"step {number} is damaged; on_damage='previous' loads the one before it"
-                    )
-                    raise
-                _LOG.error("step %d of %s is damaged and skipped: %s", number, self._root, error)
-                roots.quarantine(path, str(error))
-                text = f"step {number}: {error}"
-                trouble.append(Damage(path=None, kind="unreadable", text=text, file=str(path)))
-        until = "" if step == "latest" else f" up to {step}"
-        raise IntegrityError(trouble, note=f"No step of {self._root}{until} is whole.")
+        timeout_s = (self._load_options or LoadOptions()).timeout_s
+        what = f"the choice of a step in {self._root}"
+        wanted = decided(what, lambda: self._candidates(step), timeout_s=timeout_s)
+        return load_first_whole(
+            [(number, self._root / self._names.name(number)) for number in wanted],
+            lambda path: load(
+                path,
+                target,
+                mesh=mesh,
+                reshard=reshard,
+                cast=cast,
+                partial=partial,
+                rename=rename,
+                stack=stack,
+                unstack=unstack,
+                options=self._load_options,
+            ),
+            where=f"{self._root}{'' if step == 'latest' else f' up to {step}'}",
+            on_damage=on_damage,
+            timeout_s=timeout_s,
+        )
 
     def _candidates(self, step: int | Literal["latest"]) -> list[int]:
         """Steps to try, in order; those marked as damaged only if asked for, or all are."""
@@ -337,6 +334,9 @@ class CheckpointManager:
             CheckpointError: A later step is being read or is a link; it and those below it stay.
         """
         self.wait()
+        return self._decided("what to delete", lambda: self._rollback(step))
+
+    def _rollback(self, step: int) -> list[int]:
         steps = roots.committed_steps(self._root, self._names)
         if checked_step(step) not in steps:
             raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")

@@ -1,0 +1,65 @@
+"""Load the first of some steps that is whole; with several processes the same one on all."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
+from pytree_ckpt.jaxio.coordination import Session
+from pytree_ckpt.store import roots
+
+_LOG = logging.getLogger("pytree_ckpt")
+OnDamage = Literal["raise", "previous"]
+
+
+def load_first_whole(
+    steps: Sequence[tuple[int, Path]],
+    load_step: Callable[[Path], Any],
+    *,
+    where: str,
+    on_damage: OnDamage,
+    timeout_s: float,
+) -> Any:
+    """What `load_step` makes of the first step that no process finds damaged.
+
+    With `"previous"` a damaged one is marked, and the next one tried. A step that is whole for one
+    process and damaged for another, which reads other parts of it, is damaged for all.
+
+    Raises:
+        IntegrityError, FormatError: The first step, or with `"previous"` every step, is damaged.
+        PeerError: It is damaged, or cannot be loaded, for another process.
+    """
+    trouble: list[Damage] = []
+    for number, path in steps:
+        with Session(f"the restore of {path}", timeout_s=timeout_s) as session:
+            state, damage = _tried(load_step, number, path)
+            found = session.exchange(None if damage is None else str(damage))
+        damaged = {process: text for process, text in found.items() if text is not None}
+        if not damaged:
+            return state
+        if on_damage == "raise":
+            error = damage or session.failed(damaged)
+            error.add_note(
+                f"step {number} is damaged; on_damage='previous' loads the one before it"
+            )
+            raise error
+        reason = "; ".join(damaged.values())
+        _LOG.error("step %d, %s, is damaged and skipped: %s", number, path, reason)
+        if session.process == 0:
+            roots.quarantine(path, reason)
+        text = f"step {number}: {reason}"
+        trouble.append(Damage(path=None, kind="unreadable", text=text, file=str(path)))
+    raise IntegrityError(trouble, note=f"No step of {where} is whole.")
+
+
+def _tried(
+    load_step: Callable[[Path], Any], number: int, path: Path
+) -> tuple[Any, IntegrityError | FormatError | None]:
+    try:
+        return load_step(path), None
+    except NewerFormatError as error:
+        error.add_note(f"step {number} is not damaged, and not skipped; step= loads another one")
+        raise
+    except (IntegrityError, FormatError) as error:
+        return None, error
