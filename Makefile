@@ -7,7 +7,7 @@ PYTHON_OLDEST ?=
 PYTHON_NEWEST ?=
 # The number of pytest processes, and more arguments for pytest, such as -k mesh.
 WORKERS ?= 2
-# How long `make soak` takes.
+# How long `make soak` and `make fuzz` take.
 MINUTES ?= 10
 PYTEST_ARGS ?=
 # Arguments for benchmarks/run.py, such as --workload a,b --dir tmpfs --rounds 5.
@@ -50,6 +50,10 @@ faults-short: .venv/.installed ## The same attacks at some operations: minutes
 .PHONY: soak
 soak: .venv/.installed ## Random kills, rotation and loads for MINUTES
 	$(PY) -m tests.faults --only soak --minutes $(MINUTES)
+
+.PHONY: fuzz
+fuzz: .venv/.installed ## Fuzz the parsers by coverage for MINUTES; `.venv/bin/pip install atheris` first
+	$(PY) -m tests.faults.fuzz build/fuzz -max_total_time=$$((60 * $(MINUTES)))
 
 .PHONY: demo
 demo: .venv/.installed ## Run the training example

@@ -8,9 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-
 from tests.faults import shim
 
 
@@ -74,6 +71,8 @@ def main() -> int:
     if (missing := shim.why_missing()) is not None:
         print(f"nothing is tried: {missing}")
         return 0
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     if not shim.is_loaded():
         shim.restart_with_shim("tests.faults", sys.argv[1:])
     return _run(SIZES[asked.size], asked.only or list(CAMPAIGNS), asked.minutes)
