@@ -1,6 +1,7 @@
 """Host views of the shards that this process holds: no gather, and on CPU no copy."""
 
 import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,11 +60,8 @@ class HostViews:
         self._forms = described.forms
         self._places: dict[int, _Place] = {}
         self._fetched = functools.lru_cache(maxsize=_RECENT_SHARDS)(self._fetch)
-        for array in described.arrays.values():
-            if not isinstance(array, np.ndarray) and array.sharding.addressable_devices:
-                # JAX makes the shards of an array when they are first asked for. In JAX 0.10 two
-                # threads that ask at once make each of them twice, in any order.
-                array.addressable_data(0)
+        self._touched: set[int] = set()
+        self._touching = threading.Lock()
 
     def freeze(self) -> None:
         """Hold what the caller may change, donate or delete from now on.
@@ -110,11 +108,24 @@ class HostViews:
         shard = self._arrays[leaf].addressable_data(number)
         return np.asarray(shard if isinstance(shard, np.ndarray) else _same_buffer(shard))
 
+    def _touch(self, leaf: int, array: Any) -> None:
+        """Have the shards of an array made, by one thread.
+
+        JAX makes them when they are first asked for, and needs a while for it. In JAX 0.10 two
+        threads that ask at once make each of them twice, in any order.
+        """
+        if leaf not in self._touched:
+            with self._touching:
+                if isinstance(array, jax.Array):
+                    array.addressable_data(0)
+                self._touched.add(leaf)
+
     def __call__(self, leaf: int, box: Box) -> HostArray:
         array = self._arrays[leaf]
         if isinstance(array, np.ndarray):
             part = array[box.slices()]
             return part if part.dtype.isnative else part.astype(part.dtype.newbyteorder("="))
+        self._touch(leaf, array)
         place = self._place(leaf, array)
         start = tuple(a // c * c for a, c in zip(box.start, place.cell, strict=True))
         number = place.number_at[start]

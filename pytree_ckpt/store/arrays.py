@@ -1,5 +1,6 @@
 """Zarr arrays through TensorStore, opened from what the manifest says and never from a file."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
     Large allocations of numpy are aligned to 16 bytes only; the CPU backend of JAX takes over a
     buffer without a copy if it is aligned to 64.
     """
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + nbytes].view(dtype).reshape(shape)

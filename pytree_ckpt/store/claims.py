@@ -31,11 +31,14 @@ _SLACK_CHUNK_NBYTES = 64
 def check_unit(
     data: Path, tables: Iterable[Table], unit: ReadUnit, leaf_of: Callable[[int], Leaf]
 ) -> None:
-    """Check what a unit reads; `leaf_of` tells the leaf of a part.
+    """Check the memory that a unit needs; `leaf_of` tells the leaf of a part.
 
     Raises:
-        IntegrityError: The files are too small for it, or one is larger than any shard.
+        IntegrityError: The files are too small for it.
     """
+    nbytes = sum(read.nbytes for read in unit.reads)
+    if nbytes <= _TRUSTED_NBYTES:
+        return
     stored: dict[Path, int] = {}
     most_per_stored, packed = 1, False
     for part, shards in _shards_by_part(unit).items():
@@ -45,11 +48,9 @@ def check_unit(
         most_per_stored = max(most_per_stored, _MOST_PER_STORED[leaf.spec.codec])
         packed |= leaf.spec.storage == "packed"
         if leaf.name is not None:
-            stored |= _sizes_of_shards(
-                contents.array_folder(data, leaf.name), leaf, leaf.spec, shards
-            )
-    nbytes = sum(read.nbytes for read in unit.reads)
-    if packed and nbytes > _TRUSTED_NBYTES:
+            folder, grid = contents.array_folder(data, leaf.name), leaf.spec.shards
+            stored |= _sizes(folder / zarr.shard_file(grid.position(shard)) for shard in shards)
+    if packed:
         folders = [contents.packed_folder(data, table.process) for table in tables]
         stored |= _sizes(f / name for f in folders if f.is_dir() for name in os.listdir(f))
     _check_sum(stored, nbytes, most_per_stored, leaf_of(0).text)
@@ -62,14 +63,14 @@ def _shards_by_part(unit: ReadUnit) -> dict[int, set[int]]:
     return found
 
 
-def _sizes_of_shards(
-    folder: Path, leaf: Leaf, spec: ArraySpec, shards: Iterable[int]
-) -> dict[Path, int]:
-    grid = spec.shards
-    stored = _sizes(folder / zarr.shard_file(grid.position(shard)) for shard in shards)
+def check_shard(file: Path, spec: ArraySpec, leaf: str | None) -> None:
+    """Check that the file of a shard is not larger than any can be.
+
+    Raises:
+        IntegrityError: It is; its index could name all of it as one chunk.
+    """
     shard_nbytes = math.prod(spec.shard_shape) * spec.itemsize
-    _check_files(stored, shard_nbytes, spec.chunks_per_shard, leaf.text)
-    return stored
+    _check_files(_sizes([file]), shard_nbytes, spec.chunks_per_shard, leaf)
 
 
 def check_window(data: Path, window: Window, packed: Packed, codec: str) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,14 +10,25 @@ import numpy.typing as npt
 Digest = Callable[[Any], bytes]
 
 
-def digest_function(name: str) -> Digest:
-    """The function from a contiguous buffer to its digest; it releases the GIL.
+class RunningDigest(Protocol):
+    """A digest of bytes that come in parts; `update` releases the GIL."""
+
+    def update(self, data: Any, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+NewDigest = Callable[[], RunningDigest]
+
+
+def new_digest(name: str) -> NewDigest:
+    """What starts a digest.
 
     Raises:
         ModuleNotFoundError: `"xxh3_128"` without the package `xxhash`.
     """
     if name == "sha256":
-        return lambda data: hashlib.sha256(data).digest()
+        return hashlib.sha256
     try:
         import xxhash
     except ModuleNotFoundError:
@@ -25,7 +36,20 @@ def digest_function(name: str) -> Digest:
             "the digest xxh3_128 needs the package xxhash: pip install 'pytree-ckpt[xxhash]'",
             name="xxhash",
         ) from None
-    return lambda data: bytes(xxhash.xxh3_128_digest(data))
+    start: NewDigest = xxhash.xxh3_128
+    return start
+
+
+def digest_function(name: str) -> Digest:
+    """The function from a contiguous buffer to its digest; errors as `new_digest`."""
+    start = new_digest(name)
+
+    def digest(data: Any) -> bytes:
+        running = start()
+        running.update(data)
+        return running.digest()
+
+    return digest
 
 
 def digest_of(function: Digest, array: npt.NDArray[Any]) -> bytes:

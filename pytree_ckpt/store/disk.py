@@ -114,14 +114,22 @@ def read_file(path: Path, *, max_nbytes: int) -> bytes:
         FileNotFoundError: No such file.
         OSError: A link (ELOOP), a folder, or unreadable.
     """
+    with os.fdopen(open_file(path), "rb") as file:
+        return file.read(max_nbytes + 1)
+
+
+def open_file(path: Path) -> int:
+    """A descriptor to read a regular file with; links are not followed.
+
+    Raises:
+        FileNotFoundError: No such file.
+        OSError: A link (ELOOP), not a regular file (EINVAL), or unreadable.
+    """
     fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | getattr(os, "O_NONBLOCK", 0))
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        with os.fdopen(fd, "rb", closefd=False) as file:
-            return file.read(max_nbytes + 1)
-    finally:
-        os.close(fd)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def remove_tree(path: Path) -> None:

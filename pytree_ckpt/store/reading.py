@@ -3,10 +3,12 @@
 import functools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import tensorstore as ts
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, Damage, DamageKind, FormatError, IntegrityError
-from pytree_ckpt.format import dtypes, tables
+from pytree_ckpt.format import dtypes, tables, zarr
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.format.manifest import Leaf, Manifest
@@ -25,8 +27,9 @@ from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan.loading import ChunkRead, ReadPlan, ReadUnit
 from pytree_ckpt.plan.windows import PackedShard, Window, windows
 from pytree_ckpt.store import arrays, claims, contents
-from pytree_ckpt.store.digests import digest_function, digest_of
+from pytree_ckpt.store.digests import digest_function, digest_of, new_digest
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
+from pytree_ckpt.store.raw import BLOCK_NBYTES, open_raw
 from pytree_ckpt.store.workers import Workers, thread_count
 
 Array = npt.NDArray[Any]
@@ -101,6 +104,7 @@ class CheckpointReader:
         self._verify = verify
         self._threads = thread_count(options.threads)
         self._bound = options.max_inflight_bytes
+        self._new_digest = new_digest(manifest.digest)
         self._digest = digest_function(manifest.digest)
         self._ctx = arrays.context(threads=self._threads)
         self._stores: dict[int, ts.TensorStore] = {}
@@ -184,10 +188,19 @@ class CheckpointReader:
                 group.jobs.append(functools.partial(_report, odd))
             if any(damage.kind == "link" for damage in odd):
                 continue
+            small = _small_buffers(request.plan)
             for at, unit in enumerate(request.plan.units):
                 if (number, at) in refused:
                     continue
-                self._add_unit(group, number, request, unit, begun.pop((number, at), None))
+                buffers = begun.pop((number, at), None)
+                if buffers is None:
+                    buffers = (
+                        {box: small[box] for box in unit.boxes}
+                        if small
+                        else _buffers(request.plan, unit.boxes)
+                    )
+                    group.nbytes += sum(buffer.nbytes for buffer in buffers.values())
+                self._add_unit(group, number, request, unit, buffers)
                 if 2 * group.nbytes >= self._bound:
                     yield group
                     group = _Group()
@@ -211,15 +224,9 @@ class CheckpointReader:
         number: int,
         request: Request,
         unit: ReadUnit,
-        buffers: dict[int, Array] | None,
+        buffers: dict[int, Array],
     ) -> None:
-        """Buffers for the boxes of a unit, and a job for each chunk that is not packed.
-
-        Where some parts of a stack are packed, the buffers have those already.
-        """
-        if buffers is None:
-            buffers = _buffers(request.plan, unit)
-            group.nbytes += sum(buffer.nbytes for buffer in buffers.values())
+        """The boxes of a unit, and a job for each chunk of it that is not packed."""
         group.add(number, buffers)
         for read in unit.reads:
             leaf = request.part(read.part)
@@ -234,13 +241,38 @@ class CheckpointReader:
             place = arrays.aligned_empty(read.shape, dtypes.dtype_of(spec.dtype))
         else:
             place = buffers[read.into][read.place].reshape(read.shape)
-        store = self._store(leaf.index, leaf.name, spec)
-        self._fetch(store, place.view(dtypes.storage_dtype(spec.dtype)), read.box, leaf, read)
+        folder = contents.array_folder(self._data, leaf.name)
+        file = folder / zarr.shard_file(spec.shards.position(read.shard))
+        found = self._read_raw(file, spec, read, place)
+        if found is None:
+            claims.check_shard(file, spec, leaf.text)
+            store = self._store(leaf.index, leaf.name, spec)
+            self._fetch(store, place.view(dtypes.storage_dtype(spec.dtype)), read.box, leaf, read)
+            found = self._hash(place)
         self.stats.add(place.nbytes)
-        digests = self.index.entry(leaf.index, read.shard, spec).digests
-        with self._clock.stage("verify"):
-            self._check(place, digests, leaf, read)
+        self._check(found, self.index.entry(leaf.index, read.shard, spec).digests, leaf, read)
         _place(place, read, buffers)
+
+    def _read_raw(self, file: Path, spec: ArraySpec, read: ChunkRead, place: Array) -> bytes | None:
+        """Read a chunk without TensorStore, where that is possible; its digest."""
+        if spec.codec != "raw" or read.shape != spec.chunk_shape:
+            return None
+        start, chunks = read.chunk * read.nbytes, spec.chunks_per_shard
+        with (
+            suppress(UnreadableError),
+            open_raw(file, chunk_nbytes=read.nbytes, chunks=chunks, present=chunks) as shard,
+        ):
+            if shard is not None and self._verify:
+                return shard.fill_and_hash(place, start, self._new_digest, self._clock)
+            if shard is not None:
+                with self._clock.stage("read"):
+                    shard.fill(place, start)
+                return b""
+        return None
+
+    def _hash(self, place: Array) -> bytes:
+        with self._clock.stage("verify"):
+            return digest_of(self._digest, place) if self._verify else b""
 
     def _fetch(
         self, store: ts.TensorStore, place: Array, box: Box, leaf: Leaf, read: ChunkRead
@@ -256,12 +288,11 @@ class CheckpointReader:
             text = f"{where} is damaged: {error}"
             raise self._chunk_damage("unreadable", text, leaf, read) from None
 
-    def _check(self, place: Array, digests: bytes, leaf: Leaf, read: ChunkRead) -> None:
+    def _check(self, found: bytes, digests: bytes, leaf: Leaf, read: ChunkRead) -> None:
         if not self._verify:
             return
         size = tables.DIGEST_NBYTES[self.manifest.digest]
         wanted = digests[read.chunk * size : (read.chunk + 1) * size]
-        found = digest_of(self._digest, place)
         if found != wanted:
             text = (
                 f"chunk {_position(read, leaf)} of {leaf.text or '(root)'} is damaged: "
@@ -336,7 +367,7 @@ class CheckpointReader:
                     placed.append(_Placed(shard, leaf, view, None))
                     continue
                 if key not in buffers:
-                    buffers[key] = _buffers(request.plan, unit)
+                    buffers[key] = _buffers(request.plan, unit.boxes)
                     group.nbytes += sum(b.nbytes for b in buffers[key].values())
                 placed.append(_Placed(shard, leaf, view, buffers[key]))
                 left[key] -= 1
@@ -391,6 +422,52 @@ class CheckpointReader:
         return contents.check_folder(contents.packed_folder(self._data, process), (files,), None)
 
     def _read_window(self, memory: Array, window: Window, placed: Sequence["_Placed"]) -> None:
+        lost = self._fill_window(memory, window, placed) if self._packed_codec == "raw" else None
+        if lost is None:
+            lost = self._fetch_window(memory, window, placed)
+        if lost:
+            raise IntegrityError(lost)
+
+    def _fill_window(
+        self, memory: Array, window: Window, placed: Sequence["_Placed"]
+    ) -> list[Damage] | None:
+        """Read a window without TensorStore, and finish each shard while it is in the cache.
+
+        Returns:
+            What is damaged; None if the file cannot be read in this way.
+        """
+        packed = self._extent(window.process)
+        piece, first = divmod(window.start, packed.shard_nbytes)
+        folder = contents.packed_folder(self._data, window.process)
+        lost: list[Damage] = []
+        inside = min(packed.shard_nbytes, packed.nbytes - window.start + first)
+        with (
+            suppress(UnreadableError),
+            open_raw(
+                folder / zarr.shard_file((piece,)),
+                chunk_nbytes=packed.chunk_nbytes,
+                chunks=packed.shard_nbytes // packed.chunk_nbytes,
+                present=-(-inside // packed.chunk_nbytes),
+            ) as shard,
+        ):
+            if shard is None:
+                return None
+            done = 0
+            for item in placed:
+                end = item.shard.offset + item.shard.nbytes - window.start
+                if end > done:
+                    stop = max(end, min(done + BLOCK_NBYTES, len(memory)))
+                    with self._clock.stage("read"):
+                        shard.fill(memory[done:stop], first + done)
+                    done = stop
+                lost += _damage_of(self._finish_packed, [item])
+            return lost
+        return None
+
+    def _fetch_window(
+        self, memory: Array, window: Window, placed: Sequence["_Placed"]
+    ) -> list[Damage]:
+        """Read a window with TensorStore; what is damaged."""
         store = self._packed_store(window.process)
         lost: list[Damage] = []
         try:
@@ -402,10 +479,7 @@ class CheckpointReader:
             lost = _damage_of(lambda item: self._read_packed(store, item), placed)
         lost_at = {(damage.path, damage.chunk) for damage in lost}
         rest = [item for item in placed if (item.leaf.text, item.position) not in lost_at]
-        with self._clock.stage("verify"):
-            lost += _damage_of(self._finish_packed, rest)
-        if lost:
-            raise IntegrityError(lost)
+        return lost + _damage_of(self._finish_packed, rest)
 
     def _read_packed(self, store: ts.TensorStore, item: "_Placed") -> None:
         shard = item.shard
@@ -415,7 +489,7 @@ class CheckpointReader:
 
     def _finish_packed(self, item: "_Placed") -> None:
         self.stats.add(item.view.nbytes)
-        self._check(item.view, item.shard.digest, item.leaf, item.shard.read)
+        self._check(self._hash(item.view), item.shard.digest, item.leaf, item.shard.read)
         if item.buffers is not None:
             _place(item.view, item.shard.read, item.buffers)
 
@@ -478,10 +552,28 @@ def _collect(
         yield group.filled
 
 
-def _buffers(plan: ReadPlan, unit: ReadUnit) -> dict[int, Array]:
-    """New memory for the boxes of a unit."""
+def _buffers(plan: ReadPlan, boxes: Iterable[int]) -> dict[int, Array]:
+    """New memory for boxes of an array, in one piece: large pieces cost fewer page faults."""
     dtype = dtypes.dtype_of(plan.spec.dtype)
-    return {at: arrays.aligned_empty(plan.boxes[at].shape, dtype) for at in unit.boxes}
+    sizes = {at: plan.boxes[at].size * dtype.itemsize for at in boxes}
+    ends = list(
+        accumulate(-(-nbytes // arrays.ALIGNMENT) * arrays.ALIGNMENT for nbytes in sizes.values())
+    )
+    memory = arrays.aligned_empty((ends[-1],), np.dtype(np.uint8))
+    return {
+        at: memory[start : start + nbytes].view(dtype).reshape(plan.boxes[at].shape)
+        for (at, nbytes), start in zip(sizes.items(), [0, *ends], strict=False)
+    }
+
+
+def _small_buffers(plan: ReadPlan) -> dict[int, Array] | None:
+    """Memory for all boxes of an array, None if it is so large that they are let go one by one."""
+    if plan.nbytes_needed > _SMALL_NBYTES or not plan.boxes:
+        return None
+    return _buffers(plan, range(len(plan.boxes)))
+
+
+_SMALL_NBYTES = 64 << 20
 
 
 def _view(memory: Array, shard: PackedShard, window: Window, request: Request) -> Array:

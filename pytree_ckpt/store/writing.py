@@ -1,6 +1,9 @@
 """Execute a plan of a save: hash and write shards, pack the small ones, keep the table."""
 
+import itertools
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
@@ -63,6 +66,7 @@ class Writer:
         self._digest_name = options.digest
         self._digest: Digest = digest_function(options.digest)
         self._lock = threading.Lock()
+        self._spare: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
         self._budget = ByteBudget(options.max_inflight_bytes, on_write)
         self._ctx = arrays.context(threads=self._threads)
 
@@ -92,8 +96,11 @@ class Writer:
         rows = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
         with Workers(self._threads, "pytree_ckpt-save") as pool:
             describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
-            stores = {leaf: self._open_leaf(leaf) for leaf in np.unique(plan.array_leaf).tolist()}
-            jobs = [pool.submit(self._write_shard, stores[leaf], leaf, s) for leaf, s in rows]
+            jobs = []
+            for leaf, own in itertools.groupby(rows, key=lambda row: row[0]):
+                # Opened here, one after the other, while the threads write what is before.
+                store = self._open_leaf(leaf)
+                jobs += [pool.submit(self._write_shard, store, leaf, s) for _, s in own]
             pieces = [pool.submit(self._write_piece, *piece) for piece in self._pieces()]
             _finish([*describe, *jobs, *pieces])
         return (
@@ -203,28 +210,53 @@ class Writer:
         """Fill and write one file of the packed array; the digests of its shards."""
         plan = self._plan
         nbytes = min(packed.shard_nbytes, packed.nbytes - base)
-        places = []
         with self._budget.hold(nbytes):
-            buffer = np.zeros(nbytes, np.uint8)
+            memory = self._packing_memory(packed.shard_nbytes)
+            buffer = memory[:nbytes]
             rows = zip(
                 plan.packed_leaf[first:stop].tolist(),
                 plan.packed_shard[first:stop].tolist(),
                 (plan.packed_offset[first:stop] - base).tolist(),
                 strict=True,
             )
-            with self._clock.stage("device_to_host"):
-                for leaf, shard, at in rows:
-                    source = self._view(leaf, self._box(leaf, shard))
-                    place = buffer[at : at + source.nbytes]
-                    np.copyto(place.view(source.dtype).reshape(source.shape), source)
-                    places.append(place)
-            with self._clock.stage("hash"):
-                found = [self._digest(place) for place in places]
+            found = self._fill(buffer, rows)
             where = f"writing {contents.packed_folder(self._data, self._process)}"
             with self._clock.stage("write"), storage_errors(where):
                 store[base : base + nbytes].write(
                     buffer, can_reference_source_data_indefinitely=True
                 ).result()
+            self._spare.put(memory)
+        return found
+
+    def _packing_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Memory that another piece is done with, or new: that costs the time to clear it."""
+        try:
+            return self._spare.get_nowait()
+        except queue.Empty:
+            return np.empty(nbytes, np.uint8)
+
+    def _fill(self, buffer: npt.NDArray[np.uint8], rows: Iterable[tuple[int, int, int]]) -> bytes:
+        """Copy shards to their places, and hash each while it is in the cache; the digests.
+
+        What lies between shards is zero, so that equal states are equal bytes.
+        """
+        found: list[bytes] = []
+        copied = hashed = 0.0
+        end = 0
+        for leaf, shard, at in rows:
+            started = time.perf_counter()
+            source = self._view(leaf, self._box(leaf, shard))
+            buffer[end:at] = 0
+            end = at + source.nbytes
+            place = buffer[at:end]
+            np.copyto(place.view(source.dtype).reshape(source.shape), source)
+            middle = time.perf_counter()
+            found.append(self._digest(place))
+            copied += middle - started
+            hashed += time.perf_counter() - middle
+        buffer[end:] = 0
+        self._clock.add("device_to_host", copied)
+        self._clock.add("hash", hashed)
         return b"".join(found)
 
 

@@ -1,0 +1,124 @@
+"""Shards without a codec, read from a local file straight to where they are wanted.
+
+TensorStore reads into memory of its own and copies. Where a shard file is laid out as TensorStore
+writes it without a codec (whole chunks in order, then the index), a chunk is one range of the
+file. Everything else, and everything that is wrong, is left to TensorStore to read or to name.
+"""
+
+import functools
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pytree_ckpt.clock import StageClock
+from pytree_ckpt.store import disk
+from pytree_ckpt.store.digests import NewDigest
+from pytree_ckpt.store.failures import UnreadableError
+
+BLOCK_NBYTES = 1 << 20
+"""Read and hashed at a time, so that it is still in the cache when it is hashed."""
+
+
+_MAX_CHUNKS = 4096
+_ENTRY = struct.Struct("<QQ")
+_CHECKSUM = struct.Struct("<I")
+_MISSING = 2**64 - 1
+
+
+class RawShard:
+    """An open shard file, whose first chunks are raw and in order."""
+
+    def __init__(self, file: Path, fd: int) -> None:
+        self._file = file
+        self._fd = fd
+
+    def fill(self, place: npt.NDArray[Any], start: int) -> None:
+        """Fill contiguous memory from byte `start` of the shard.
+
+        Raises:
+            OSError: The storage failed.
+            UnreadableError: The file was cut short after it was opened.
+        """
+        rest: memoryview = place.reshape(-1).view(np.uint8).data
+        while rest:
+            try:
+                count = os.preadv(self._fd, [rest], start)
+            except OSError as error:
+                what = f"reading {self._file}: {error.strerror}"
+                raise OSError(error.errno, what) from None
+            if not count:
+                raise UnreadableError(f"{self._file} was cut short while it was read")
+            rest, start = rest[count:], start + count
+
+    def fill_and_hash(
+        self, place: npt.NDArray[Any], start: int, new_digest: NewDigest, clock: StageClock
+    ) -> bytes:
+        """As `fill`; the digest of what was read."""
+        running = new_digest()
+        flat = place.reshape(-1).view(np.uint8)
+        for at in range(0, len(flat), BLOCK_NBYTES):
+            block = flat[at : at + BLOCK_NBYTES]
+            with clock.stage("read"):
+                self.fill(block, start + at)
+            with clock.stage("verify"):
+                running.update(block)
+        return bytes(running.digest())
+
+
+@contextmanager
+def open_raw(
+    file: Path, *, chunk_nbytes: int, chunks: int, present: int
+) -> Iterator[RawShard | None]:
+    """The shard in a file that has the first `present` of its chunks, in order.
+
+    None if the file is not there, or is laid out in another way.
+    """
+    try:
+        fd = disk.open_file(file)
+    except OSError:
+        yield None
+        return
+    try:
+        yield RawShard(file, fd) if _is_usual(fd, chunk_nbytes, chunks, present) else None
+    finally:
+        os.close(fd)
+
+
+def _is_usual(fd: int, chunk_nbytes: int, chunks: int, present: int) -> bool:
+    nbytes = present * chunk_nbytes
+    index_nbytes = _ENTRY.size * chunks + _CHECKSUM.size
+    if chunks > _MAX_CHUNKS or os.fstat(fd).st_size != nbytes + index_nbytes:
+        return False
+    return os.pread(fd, index_nbytes, nbytes) == _index(chunk_nbytes, chunks, present)
+
+
+@functools.lru_cache(maxsize=64)
+def _index(chunk_nbytes: int, chunks: int, present: int) -> bytes:
+    """The index at the end of a shard file: offset and size of each chunk, and a crc32c.
+
+    The layout is that of the codec `sharding_indexed` in the Zarr v3 specification.
+    """
+    entries = b"".join(_ENTRY.pack(at * chunk_nbytes, chunk_nbytes) for at in range(present))
+    entries += _ENTRY.pack(_MISSING, _MISSING) * (chunks - present)
+    return entries + _CHECKSUM.pack(_crc32c(entries))
+
+
+def _crc32c(data: bytes) -> int:
+    """The checksum of RFC 3720, section 12.1.
+
+    Example:
+        >>> hex(_crc32c(b"123456789"))
+        '0xe3069283'
+    """
+    rest = 0xFFFFFFFF
+    for byte in data:
+        rest ^= byte
+        for _ in range(8):
+            rest = rest >> 1 ^ (0x82F63B78 if rest & 1 else 0)
+    return rest ^ 0xFFFFFFFF
