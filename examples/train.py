@@ -7,7 +7,8 @@
     python examples/train.py --demo                   # all of it, checked: about a minute
 
 It runs on 8 CPU devices unless `--devices 0` asks for the accelerators at hand. A resumed run
-prints the very losses, bit for bit, of a run that was never stopped.
+prints the very losses, bit for bit, of a run that was never stopped. SIGTERM, as a scheduler sends
+it, makes it save once more and exit with code 143.
 """
 
 from __future__ import annotations
@@ -168,10 +169,12 @@ def first_state(training: Training, text: Bytes) -> Tree:
     return {**training.init(), "step": 0, "data": {"position": 0, "text_sha256": digest}}
 
 
-def load_state(folder: Path, training: Training, text: Bytes, *, reshard: bool) -> Tree:
-    """Load a checkpoint onto the mesh of `training`; another mesh's only with `reshard`."""
+def load_state(
+    manager: pc.CheckpointManager, training: Training, text: Bytes, *, reshard: bool
+) -> Tree:
+    """Load the newest step onto the mesh of `training`; another mesh's only with `reshard`."""
     target = {**training.arrays, "step": 0, "data": {"position": 0, "text_sha256": ""}}
-    state = pc.load(folder, target, reshard=reshard)
+    state = manager.restore(target, reshard=reshard)
     if state["data"]["text_sha256"] != hashlib.sha256(text.tobytes()).hexdigest():
         raise SystemExit("train.py: this checkpoint was trained on another Python's source text")
     return state
@@ -192,20 +195,23 @@ def advance(training: Training, state: Tree, text: Bytes, rows: int) -> tuple[Tr
 
 def train(options: argparse.Namespace) -> None:
     """Train up to `--steps`, from the newest checkpoint if there is one."""
-    checkpoints: Path = options.run_dir / "checkpoints"
     text = standard_library_text()
     training = make_training(make_mesh(options.mesh), options.seed)
-
-    newest = pc.latest_step(checkpoints)
+    manager = pc.CheckpointManager(
+        options.run_dir / "checkpoints",
+        keep=pc.Keep(last=2),
+        save_every=options.save_every,
+        on_sigterm=True,
+    )
+    newest = manager.latest_step()
     if newest is None:
         state = first_state(training, text)
     else:
-        folder = pc.step_path(checkpoints, newest)
-        state = load_state(folder, training, text, reshard=options.reshard)
+        state = load_state(manager, training, text, reshard=options.reshard)
 
     history = History(options.run_dir / "losses.jsonl")
     history.rewind(state["step"])
-    with reporter(options.steps, done=state["step"]) as report:
+    with manager, reporter(options.steps, done=state["step"]) as report:
         report.say("starting at step 0" if newest is None else f"resumed from step {newest}")
         while state["step"] < options.steps:
             state, loss = advance(training, state, text, options.batch)
@@ -213,11 +219,13 @@ def train(options: argparse.Namespace) -> None:
             history.append(step, loss)
             report.step(step, loss)
             if step == options.kill_at:
+                manager.wait()  # so that this run dies in the same state each time
                 die()
-            if step % options.save_every == 0 or step == options.steps:
-                folder = pc.step_path(checkpoints, step)
-                pc.save(folder, state, metadata={"loss": loss, "batch": options.batch})
-                report.say(f"saved step {step} in {checkpoints}")
+            # It is written while the next steps are taken; the manager knows whether it is time.
+            last = step == options.steps
+            metadata = {"loss": loss, "batch": options.batch}
+            if manager.save(step, state, metadata=metadata, force=last) is not None:
+                report.say(f"saving step {step}")
     plot_losses(options.plot, {"loss": history})
     print(f"loss curve: {options.plot}")
 

@@ -33,6 +33,7 @@ class Size:
     examples: int
     steps: int
     soak_minutes: float
+    train_kills: int
 
 
 TINY = Size(
@@ -40,25 +41,25 @@ TINY = Size(
     disk_stride=67,
     power_stride=150, mutant_stride=5, mutant_most=150, mutant_all=False, race_steps=5, readers_s=2,
     flips=20, damage_stride=7, mutated=200,
-    examples=1, steps=10, soak_minutes=0.1,
+    examples=1, steps=10, soak_minutes=0.1, train_kills=1,
 )  # fmt: skip
 SHORT = Size(
     kill_stride=6, torn_stride=11, replay_most=90, restart_stride=5, restart_most=8, disk_stride=17,
     power_stride=23, mutant_stride=3, mutant_most=250, mutant_all=False, race_steps=40, readers_s=8,
     flips=150, damage_stride=1, mutated=10_000,
-    examples=10, steps=20, soak_minutes=0.4,
+    examples=10, steps=20, soak_minutes=0.4, train_kills=4,
 )  # fmt: skip
 FULL = Size(
     kill_stride=1, torn_stride=1, replay_most=1500, restart_stride=2, restart_most=15,
     disk_stride=1,
     power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
     readers_s=60, flips=1000, damage_stride=1, mutated=50_000, examples=500, steps=50,
-    soak_minutes=2,
+    soak_minutes=2, train_kills=50,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
 CAMPAIGNS = (
     "kill", "torn", "replay", "restart", "disk", "tmpfs", "power", "damage", "hostile", "race",
-    "readers", "machine", "soak", "mutants",
+    "readers", "machine", "soak", "train-kill", "mutants",
 )  # fmt: skip
 
 
@@ -112,7 +113,18 @@ def _campaigns(
     name: str, judge, size: Size, minutes: float | None
 ) -> Iterator[tuple[str, Callable | str]]:
     """Rows of the table: what is tried, and the campaign, or why it is skipped."""
-    from tests.faults import damage, disks, hostile, kill, machine, power, replay, soak, writers
+    from tests.faults import (
+        damage,
+        disks,
+        hostile,
+        kill,
+        machine,
+        power,
+        replay,
+        soak,
+        train,
+        writers,
+    )
     from tests.faults.scenarios import all_scenarios
 
     scenarios = all_scenarios()
@@ -183,6 +195,9 @@ def _campaigns(
         )
     elif name == "soak":
         yield "soak", lambda: soak.campaign(minutes=minutes or size.soak_minutes)
+    elif name == "train-kill":
+        missing = train.why_not()
+        yield "examples/train.py", missing or (lambda: train.campaign(kills=size.train_kills))
 
 
 class Table:
