@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from pytree_ckpt.format.manifest import Manifest
     from pytree_ckpt.format.per_process import PerProcess
     from pytree_ckpt.options import LoadOptions, SaveOptions
+    from pytree_ckpt.plan.layouts import Layout
     from pytree_ckpt.plan.retention import Keep
     from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray, read_manifest
     from pytree_ckpt.verbs.checkpoint import open_checkpoint as open
+    from pytree_ckpt.verbs.convert import ConvertReport, convert
     from pytree_ckpt.verbs.diff import DiffReport, diff
     from pytree_ckpt.verbs.load import load
     from pytree_ckpt.verbs.manager import CheckpointManager
@@ -45,12 +47,14 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
+    "ConvertReport",
     "Damage",
     "DiffReport",
     "ExistsError",
     "FormatError",
     "IntegrityError",
     "Keep",
+    "Layout",
     "LoadOptions",
     "Manifest",
     "Mismatch",
@@ -66,6 +70,7 @@ __all__ = [
     "StoredArray",
     "UnsupportedLeafError",
     "VerifyReport",
+    "convert",
     "diff",
     "latest_step",
     "load",
@@ -93,6 +98,8 @@ _HOME = {
     **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
     "CheckpointManager": ("verbs.manager", None),
     "Preempted": ("verbs.preemption", None),
+    **dict.fromkeys(("ConvertReport", "convert"), ("verbs.convert", None)),
+    "Layout": ("plan.layouts", None),
     "Keep": ("plan.retention", None),
     **dict.fromkeys(("VerifyReport", "verify"), ("verbs.verify", None)),
     "Manifest": ("format.manifest", None),

@@ -76,6 +76,9 @@ class Manifest:
         metrics: Numbers that rank this checkpoint among others.
         created: Seconds since 1970, UTC.
         seconds: Seconds of each stage of the save.
+        source: What the checkpoint was made from if no run saved it: its `kind` ("checkpoint",
+            "safetensors", "npz", "orbax"), `path`, and `holds` ("all" or "part" of it, or
+            "weights" alone); empty if a run saved it.
         linked_nbytes: Bytes of array data in files that the save linked from its base.
         id: sha256 of the content; it pins every byte of the checkpoint.
     """
@@ -96,6 +99,7 @@ class Manifest:
     versions: Mapping[str, str]
     created: float
     seconds: Mapping[str, float]
+    source: Mapping[str, str] = field(default_factory=dict)
     linked_nbytes: int = 0
     id: bytes = field(default=b"", compare=False)
 

@@ -56,6 +56,7 @@ def to_bytes(manifest: Manifest) -> tuple[bytes, bytes]:
             "versions": dict(sorted(manifest.versions.items())),
             "created": float(manifest.created),
             "seconds": {k: float(v) for k, v in sorted(manifest.seconds.items())},
+            **({"source": dict(sorted(manifest.source.items()))} if manifest.source else {}),
             **({"linked_nbytes": manifest.linked_nbytes} if manifest.linked_nbytes else {}),
         },
     )
@@ -153,6 +154,7 @@ def from_bytes(data: bytes, *, what: str) -> Manifest:
             versions=_texts_of(reader.mapping("versions")),
             created=reader.number("created"),
             seconds=_numbers_of(reader.mapping("seconds")),
+            source=_texts_of(reader.mapping("source")) if reader.has("source") else {},
             linked_nbytes=reader.count("linked_nbytes") if reader.has("linked_nbytes") else 0,
             id=digest,
         )
@@ -241,7 +243,7 @@ def _table_ref(item: Any) -> TableRef:
 
 def _texts_of(items: dict[str, Any]) -> dict[str, str]:
     if not all(isinstance(v, str) for v in items.values()):
-        raise ValueError("versions are not text")
+        raise ValueError("versions or source are not text")
     return items
 
 

@@ -68,13 +68,15 @@ def _parts(extent: int, least: int, wanted: int) -> int:
     return [divisor for divisor in divisors if divisor < least or divisor == 1][-1]
 
 
-def shard_shape(cell: Shape, itemsize: int, *, holders: int) -> Shape:
+def shard_shape(
+    cell: Shape, itemsize: int, *, holders: int, max_nbytes: int | None = None
+) -> Shape:
     """The zarr shards of a device shard that `holders` processes can share out."""
     nbytes = math.prod(cell) * itemsize
     slices = min(holders, max(nbytes // MIN_SLICE_NBYTES, 1))
-    return cut(cell, itemsize, max_nbytes=MAX_SHARD_NBYTES, min_parts=slices)
+    return cut(cell, itemsize, max_nbytes=max_nbytes or MAX_SHARD_NBYTES, min_parts=slices)
 
 
-def chunk_shape(shard: Shape, itemsize: int) -> Shape:
+def chunk_shape(shard: Shape, itemsize: int, *, max_nbytes: int | None = None) -> Shape:
     """The chunks of a zarr shard."""
-    return cut(shard, itemsize, max_nbytes=MAX_CHUNK_NBYTES)
+    return cut(shard, itemsize, max_nbytes=max_nbytes or MAX_CHUNK_NBYTES)

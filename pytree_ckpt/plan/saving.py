@@ -21,7 +21,10 @@ PACKED_SHARD_NBYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayForm:
-    """An array as it is in memory, before it is decided how to store it."""
+    """An array as it is in memory, before it is decided how to store it.
+
+    `max_shard_nbytes` and `max_chunk_nbytes` are bounds to take instead of the usual ones.
+    """
 
     kind: ArrayKind
     dtype: str
@@ -31,6 +34,8 @@ class ArrayForm:
     committed: bool = True
     key_impl: str | None = None
     key_ndim: int = 0
+    max_shard_nbytes: int | None = None
+    max_chunk_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,7 @@ def plan_save(
         process_of: The process of each device id.
         codec: Codec of every chunk.
     """
-    stored = [_store(form, process_of, codec) for form in forms]
+    stored = [store(form, process_of, codec) for form in forms]
     specs = tuple(spec for spec, _ in stored)
     load: dict[int, int] = {}
     alone: dict[int, Ints] = {}
@@ -95,13 +100,13 @@ def plan_save(
             shards.append(alone[code])
         else:
             shards.append(_shared_out(*stored[code], load, process))
-    return _assemble(paths, specs, tuple(codes), shards)
+    return assemble(paths, specs, tuple(codes), shards)
 
 
 _NONE: Ints = np.zeros(0, np.int64)
 
 
-def _store(
+def store(
     form: ArrayForm, process_of: Mapping[int, int], codec: str
 ) -> tuple[ArraySpec, list[tuple[Ints, list[int]]]]:
     """How a form is stored, and for each device shard its zarr shards and who holds them."""
@@ -113,7 +118,11 @@ def _store(
     }
     most = max(map(len, who.values()))
     empty = 0 in form.shape
-    shard = cell if empty else chunking.shard_shape(cell, itemsize, holders=most)
+    shard = (
+        cell
+        if empty
+        else chunking.shard_shape(cell, itemsize, holders=most, max_nbytes=form.max_shard_nbytes)
+    )
     nbytes = itemsize * int(np.prod(shard, dtype=object))
     packed = nbytes < chunking.PACK_BELOW_NBYTES
     spec = ArraySpec(
@@ -123,7 +132,9 @@ def _store(
         sharding=form.sharding,
         storage="empty" if empty else "packed" if packed else "array",
         shard_shape=shard,
-        chunk_shape=shard if packed or empty else chunking.chunk_shape(shard, itemsize),
+        chunk_shape=shard
+        if packed or empty
+        else chunking.chunk_shape(shard, itemsize, max_nbytes=form.max_chunk_nbytes),
         codec=codec,
         weak_type=form.weak_type,
         committed=form.committed,
@@ -162,9 +173,13 @@ def _shared_out(
     return np.asarray(sorted(mine), np.int64)
 
 
-def _assemble(
-    paths: Sequence[Path], specs: tuple[ArraySpec, ...], codes: tuple[int, ...], shards: list[Ints]
+def assemble(
+    paths: Sequence[Path],
+    specs: tuple[ArraySpec, ...],
+    codes: tuple[int, ...],
+    shards: Sequence[Ints],
 ) -> SavePlan:
+    """The plan of a process that writes, of each leaf, these shards."""
     column = np.asarray(codes, np.int64)
     stored = np.asarray([s.storage == "packed" for s in specs] + [False, False], bool)
     is_packed = stored[column] & (column >= 0)

@@ -186,6 +186,34 @@ _VISIBLE_S = 1.0
 """Shared file systems may take a moment to show one machine what another has made."""
 
 
+@contextlib.contextmanager
+def resumable_attempt(
+    location: Location, nonce: str, *, overwrite: bool, needed_nbytes: int
+) -> Iterator["Attempt"]:
+    """One save, perhaps by several processes, in a data folder of a known name.
+
+    What is in the folder stays whatever happens, for the next attempt of this name; any other
+    save to this place reclaims it. The lock is shared: it keeps reclaimers out, not the peers.
+
+    Raises:
+        ExistsError: There is a checkpoint and `overwrite` is False.
+        OSError: The place cannot be written, or has too little free space.
+    """
+    path = location.path
+    check_free(location, overwrite=overwrite)
+    made = disk.make_dirs(path)
+    for _ in range(_ATTEMPTS):
+        made += [new for new in disk.make_dirs(path / f"data-{nonce}") if new.parent != path]
+        with disk.FolderLock(path / f"data-{nonce}", shared=True) as lock:
+            if lock.state in ("held", "unsupported"):
+                reclaim(location)
+                _check_space(path, needed_nbytes)
+                yield Attempt(location, nonce, made, lock, overwrite=overwrite)
+                return
+        time.sleep(_BUSY_S)  # Somebody is taking it for a leftover.
+    raise CheckpointError(f"another process holds {path}, again and again")
+
+
 def _check_space(path: Path, needed_nbytes: int) -> None:
     free = disk.free_nbytes(path)
     if free is not None and free < needed_nbytes:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pytree_ckpt.store import arrays, contents, disk
 from pytree_ckpt.store.budget import ByteBudget
 from pytree_ckpt.store.digests import Digest, digest_function, digest_of
 from pytree_ckpt.store.failures import storage_errors
+from pytree_ckpt.store.journal import PACKED, Journal
 from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.workers import Workers, thread_count
 
@@ -37,6 +39,8 @@ class Writer:
 
     With a `base` the files of unchanged shards are linked; `texts` are the paths of the leaves.
     `on_write` is told the bytes that are written or linked.
+    `order` has the rows of arrays as they are to be written. What the `journal` has is not written
+    again.
     """
 
     def __init__(
@@ -51,7 +55,11 @@ class Writer:
         base: Base | None = None,
         texts: Sequence[str] = (),
         on_write: Callable[[int], None] | None = None,
+        order: Sequence[tuple[int, int]] | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        self._order = order
+        self._journal = journal
         self.linked_nbytes = 0
         self._base = base
         self._texts = texts
@@ -70,8 +78,11 @@ class Writer:
         self._budget = ByteBudget(options.max_inflight_bytes, on_write)
         self._ctx = arrays.context(threads=self._threads)
 
-    def write(self, per_process: Mapping[int, Any]) -> TableRef:
-        """Write everything, durably up to `data`; `per_process` are values of this process."""
+    def write(self, per_process: Mapping[tuple[int, int], Any]) -> TableRef:
+        """Write everything, durably up to `data`.
+
+        `per_process` are the values that the table is to have, by leaf and process.
+        """
         for name in ("arrays", "packed", "tables"):
             disk.make_dir(self._data / name)
         rows, packed_rows = self._write_shards()
@@ -80,7 +91,7 @@ class Writer:
             arrays=rows,
             packed_rows=packed_rows,
             packed=self._plan.packed,
-            per_process={(leaf, self._process): v for leaf, v in per_process.items()},
+            per_process=per_process,
         )
         data, digest = tables.to_bytes(table)
         disk.write_new(contents.table_file(self._data, self._process), data)
@@ -93,15 +104,21 @@ class Writer:
 
     def _write_shards(self) -> tuple[Rows, Rows]:
         plan = self._plan
-        rows = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
+        rows = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
         with Workers(self._threads, "pytree_ckpt-save") as pool:
             describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
-            jobs = []
-            for leaf, own in itertools.groupby(rows, key=lambda row: row[0]):
+            pending = {}
+            for leaf, own in itertools.groupby(self._order or rows, key=lambda row: row[0]):
                 # Opened here, one after the other, while the threads write what is before.
                 store = self._open_leaf(leaf)
-                jobs += [pool.submit(self._write_shard, store, leaf, s) for _, s in own]
-            pieces = [pool.submit(self._write_piece, *piece) for piece in self._pieces()]
+                for row in own:
+                    write = partial(self._write_shard, store, *row)
+                    pending[row] = pool.submit(self._once, row, write)
+            jobs = [pending[row] for row in rows]
+            pieces = [
+                pool.submit(self._once, (PACKED, number), partial(self._write_piece, *piece))
+                for number, piece in enumerate(self._pieces())
+            ]
             _finish([*describe, *jobs, *pieces])
         return (
             Rows(leaf=plan.array_leaf, shard=plan.array_shard, digests=_joined(jobs)),
@@ -112,6 +129,15 @@ class Writer:
                 digests=_joined(pieces),
             ),
         )
+
+    def _once(self, key: tuple[int, int], write: Callable[[], bytes]) -> bytes:
+        """The digests of what `write` writes, unless the journal has them."""
+        found = None if self._journal is None else self._journal.digests(key)
+        if found is None:
+            found = write()
+            if self._journal is not None:
+                self._journal.add(key, found)
+        return found
 
     def _metadata(self) -> Iterable[tuple[Path, dict[str, Any]]]:
         """Folder and content of every `zarr.json` that this process writes."""

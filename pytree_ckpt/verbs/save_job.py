@@ -1,12 +1,9 @@
 """A save that is planned, alone or with other processes: it writes, and process 0 commits."""
 
 import dataclasses
-import functools
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata as distributions
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +27,11 @@ from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader
 from pytree_ckpt.store.writing import Writer
+from pytree_ckpt.verbs.versions import versions
 
 _LOG = logging.getLogger("pytree_ckpt")
 _ROW_NBYTES = 64
 """Bytes of a table for one shard, about."""
-_VERSIONS_OF = ("pytree-ckpt", "jax", "jaxlib", "numpy", "tensorstore")
 
 
 class SaveJob:
@@ -82,7 +79,9 @@ class SaveJob:
             self._base = None if base is None else Base(locate(base), self.location)
             self._texts = [] if base is None else list(map(to_text, described.paths))
             self._views = HostViews(described)
-        self._per_process = described.per_process
+        self._per_process = {
+            (leaf, self._process): value for leaf, value in described.per_process.items()
+        }
         self._copied = described.copied
 
     def freeze(self) -> None:
@@ -278,21 +277,9 @@ def _draft(
         tables=(TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32)),) * processes.process_count(),
         metadata=metadata,
         metrics={name: float(value) for name, value in (metrics or {}).items()},
-        versions=_versions(),
+        versions=versions(),
         created=0.0,
         seconds={},
     )
     manifest_file.to_bytes(draft)
     return draft
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    # Looking them up takes milliseconds, and they stay what they are.
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = distributions.version(name)
-        except distributions.PackageNotFoundError:
-            found[name] = "unknown"
-    return found

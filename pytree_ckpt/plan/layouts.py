@@ -1,0 +1,145 @@
+"""The layout that a conversion writes, as a person says it: mesh axes, and specs by pattern."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pytree_ckpt.errors import Mismatch
+from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Spec, cell_of
+from pytree_ckpt.plan import patterns
+
+SpecLike = str | Sequence[str | Sequence[str] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A layout to convert to; what it does not say stays as it was saved.
+
+    Attributes:
+        mesh: Names and sizes of the mesh axes, slowest first. Without it the saved mesh stays.
+        specs: Partition specs by pattern of leaf paths; the first that matches counts. A spec is
+            an entry for each dimension: an axis, None, or several axes; or all of that as text,
+            `"data+model,None"`. Leaves that none matches keep their spec, on the new mesh. An
+            array of the host that one matches becomes an array on devices.
+        process_count: Processes of the job that will load the checkpoint.
+
+    Raises:
+        ValueError: A mesh that is none, or a pattern that is none.
+
+    Example:
+        >>> layout = Layout(mesh={"data": 16, "model": 2}, specs={"params/**/kernel": "model,None"})
+        >>> layout.mesh_of_devices()
+        Mesh(axis_names=('data', 'model'), axis_sizes=(16, 2), ...)
+    """
+
+    mesh: Mapping[str, int] | None = None
+    specs: Mapping[str, SpecLike] = field(default_factory=dict)
+    process_count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.process_count is not None and self.process_count < 1:
+            raise ValueError(f"process_count must be at least 1, not {self.process_count}")
+        self.mesh_of_devices()
+        for pattern, spec in self.specs.items():
+            patterns.parse(pattern)
+            parse_spec(spec)
+
+    def mesh_of_devices(self) -> Mesh | None:
+        """The mesh, on as many devices as it needs."""
+        if self.mesh is None:
+            return None
+        count = 1
+        for size in self.mesh.values():
+            count *= size
+        return Mesh(
+            axis_names=tuple(self.mesh),
+            axis_sizes=tuple(self.mesh.values()),
+            axis_types=("Auto",) * len(self.mesh),
+            device_ids=tuple(range(count)),
+        )
+
+
+def parse_spec(spec: SpecLike) -> Spec:
+    """A partition spec from what a person writes.
+
+    Example:
+        >>> parse_spec("data+model,None"), parse_spec([None, "model"])
+        ((('data', 'model'), ()), ((), ('model',)))
+    """
+    if isinstance(spec, str):
+        parts = [part.strip() for part in spec.split(",")] if spec.strip() else []
+        return tuple(() if part in ("None", "") else tuple(part.split("+")) for part in parts)
+    return tuple(
+        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in spec
+    )
+
+
+class Shardings:
+    """Finds the new sharding of each leaf; `mismatches` has every reason why one cannot be."""
+
+    def __init__(self, manifest: Manifest, layout: Layout) -> None:
+        self.mismatches: list[Mismatch] = []
+        self.mesh = layout.mesh_of_devices()
+        self._saved = manifest.meshes
+        self._rules = [(patterns.parse(p), parse_spec(s)) for p, s in layout.specs.items()]
+        self._unused = dict.fromkeys(layout.specs)
+
+    def of(self, leaf: Leaf) -> Sharding | None:
+        """The sharding of a leaf, None for an array of the host."""
+        saved = None if leaf.spec is None else leaf.spec.sharding
+        found = self._wanted(leaf, saved)
+        if isinstance(found, str):
+            self._refuse(leaf.text, found)
+            return saved
+        if found is not None and leaf.spec is not None:
+            try:
+                cell_of(found, leaf.spec.shape)
+            except ValueError as error:
+                self._refuse(leaf.text, f"cannot be laid out as {found}: {error}")
+                return saved
+        return found
+
+    def _wanted(self, leaf: Leaf, saved: Sharding | None) -> Sharding | str | None:
+        """The sharding, or why there is none."""
+        spec = self._spec_of(leaf.text)
+        kind = saved.memory_kind if saved is not None else None
+        if spec is not None:
+            mesh = self.mesh or (self._saved[0] if len(self._saved) == 1 else None)
+            if mesh is None:
+                return f"a spec needs a mesh, and the checkpoint has {len(self._saved)}"
+            if leaf.spec is not None and len(spec) > len(leaf.spec.logical_shape):
+                return (
+                    f"a spec of {len(spec)} entries for {len(leaf.spec.logical_shape)} dimensions"
+                )
+            return _named(mesh, spec, kind)
+        if self.mesh is None or saved is None:
+            return saved
+        if isinstance(saved, Named):
+            return _named(self.mesh, saved.spec, kind)
+        if type(saved).__name__ == "Tiled":
+            return f"is laid out as {saved}, which no mesh replaces; give it a spec"
+        return saved
+
+    def _spec_of(self, text: str) -> Spec | None:
+        for pattern, spec in self._rules:
+            if pattern.match(text) is not None:
+                self._unused.pop(pattern.text, None)
+                return spec
+        return None
+
+    def finish(self) -> list[Mismatch]:
+        """Every reason, also for patterns that no leaf needed."""
+        for pattern in self._unused:
+            self._refuse(pattern, "no array has its spec by this pattern")
+        return self.mismatches
+
+    def _refuse(self, path: str, text: str) -> None:
+        self.mismatches.append(Mismatch(path=path, kind="sharding", text=f"sharding: {text}"))
+
+
+def _named(mesh: Mesh, spec: Spec, memory_kind: str | None) -> Sharding | str:
+    try:
+        return Named(mesh=mesh, spec=spec, memory_kind=memory_kind)
+    except ValueError as error:
+        return str(error)

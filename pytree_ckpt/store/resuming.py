@@ -1,0 +1,158 @@
+"""Go on where a conversion was interrupted: keep what reads back as its journal says."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pytree_ckpt.errors import FormatError
+from pytree_ckpt.format import dtypes, tables, wire, zarr
+from pytree_ckpt.format.arrays import ArraySpec
+from pytree_ckpt.format.boxes import Grid
+from pytree_ckpt.format.tables import DIGEST_NBYTES
+from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.plan.saving import SavePlan
+from pytree_ckpt.store import arrays, contents, disk
+from pytree_ckpt.store.digests import digest_function, digest_of
+from pytree_ckpt.store.failures import UnreadableError, storage_errors
+from pytree_ckpt.store.journal import PACKED, Journal, Key
+
+JOURNALS = "unfinished"
+"""Folder of the journals in a data folder; it is gone before the commit."""
+
+
+def journal_file(data: Path, process: int) -> Path:
+    """The journal of one process."""
+    return data / JOURNALS / f"{process:05d}"
+
+
+def clear_the_way(
+    data: Path, plan: SavePlan, journal: Journal, *, process: int, options: SaveOptions
+) -> None:
+    """Keep what is finished and intact of what `process` writes; remove the rest of its files.
+
+    When the journals are gone, just before a commit, the table says what is finished.
+    """
+    for key, digests in _in_table(data, plan, process, DIGEST_NBYTES[options.digest]):
+        journal.add(key, digests)
+    journal.keep(_Check(data, plan, process, options).is_intact)
+    for key, file in _files(data, plan, process):
+        if journal.digests(key) is None:
+            file.unlink(missing_ok=True)
+        file.with_name(file.name + ".__lock").unlink(missing_ok=True)
+    folders = [contents.array_folder(data, name) for name in plan.names.values()]
+    if process == 0:
+        for folder in folders:
+            (folder / "zarr.json").unlink(missing_ok=True)
+    (contents.packed_folder(data, process) / "zarr.json").unlink(missing_ok=True)
+    contents.table_file(data, process).unlink(missing_ok=True)
+
+
+def _in_table(
+    data: Path, plan: SavePlan, process: int, digest_nbytes: int
+) -> Iterator[tuple[Key, bytes]]:
+    """What the table of an attempt has, if it got so far and the table is of this plan."""
+    try:
+        file = contents.table_file(data, process)
+        found, _ = tables.from_bytes(
+            disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES), what=str(file)
+        )
+    except (OSError, FormatError):
+        return
+    at = 0
+    for leaf, shard in zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True):
+        spec = plan.spec(leaf)
+        count = Grid(spec.shards.box(shard).shape, spec.chunk_shape).size
+        yield (leaf, shard), found.arrays.digests[at : at + count * digest_nbytes]
+        at += count * digest_nbytes
+    if plan.packed is not None:
+        pieces = plan.packed_offset // plan.packed.shard_nbytes
+        for piece in np.unique(pieces).tolist():
+            first, stop = np.searchsorted(pieces, [piece, piece + 1]) * digest_nbytes
+            yield (PACKED, piece), found.packed_rows.digests[first:stop]
+
+
+def rows_left(plan: SavePlan, journal: Journal) -> set[Key]:
+    """The shards, each a leaf and a number, whose files are not finished."""
+    packed = plan.packed
+    arrays_left = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
+    left = {row for row in arrays_left if journal.digests(row) is None}
+    if packed is not None:
+        pieces = (plan.packed_offset // packed.shard_nbytes).tolist()
+        rows = zip(plan.packed_leaf.tolist(), plan.packed_shard.tolist(), pieces, strict=True)
+        left |= {(a, b) for a, b, piece in rows if journal.digests((PACKED, piece)) is None}
+    return left
+
+
+def _files(data: Path, plan: SavePlan, process: int) -> list[tuple[Key, Path]]:
+    """Every file of array data that a process writes."""
+    found: list[tuple[Key, Path]] = []
+    rows = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
+    for leaf, shard in rows:
+        folder = contents.array_folder(data, plan.names[leaf])
+        name = zarr.shard_file(plan.spec(leaf).shards.position(shard))
+        found.append(((leaf, shard), folder / name))
+    if plan.packed is not None:
+        folder = contents.packed_folder(data, process)
+        pieces = range(-(-plan.packed.nbytes // plan.packed.shard_nbytes))
+        found += [((PACKED, piece), folder / zarr.shard_file((piece,))) for piece in pieces]
+    return found
+
+
+class _Check:
+    """Reads back what a journal says is finished."""
+
+    def __init__(self, data: Path, plan: SavePlan, process: int, options: SaveOptions) -> None:
+        self._data = data
+        self._plan = plan
+        self._process = process
+        self._codec = options.codec
+        self._digest = digest_function(options.digest)
+        self._size = DIGEST_NBYTES[options.digest]
+        self._ctx = arrays.context(threads=1)
+        self._planned = {key for key, _ in _files(data, plan, process)}
+
+    def is_intact(self, key: Key, digests: bytes) -> bool:
+        """Whether a file is planned, and its chunks have these digests."""
+        if key not in self._planned:
+            return False
+        read: Callable[[], bytes] = (
+            (lambda: self._piece(key[1])) if key[0] == PACKED else (lambda: self._shard(*key))
+        )
+        with contextlib.suppress(OSError, UnreadableError), storage_errors("reading back"):
+            return read() == digests
+        return False  # Whatever is wrong with it, it is written again.
+
+    def _shard(self, leaf: int, shard: int) -> bytes:
+        spec: ArraySpec = self._plan.spec(leaf)
+        name = self._plan.names[leaf]
+        store = arrays.open_leaf(self._data, name, spec, self._ctx, write=False)
+        outer = spec.shards.box(shard)
+        found = []
+        for part in Grid(outer.shape, spec.chunk_shape).boxes():
+            box = tuple(
+                slice(a + o, b + o)
+                for a, b, o in zip(part.start, part.stop, outer.start, strict=True)
+            )
+            found.append(digest_of(self._digest, store[box].read().result()))
+        return b"".join(found)
+
+    def _piece(self, piece: int) -> bytes:
+        plan, packed = self._plan, self._plan.packed
+        if packed is None:
+            return b""
+        folder = contents.packed_folder(self._data, self._process)
+        metadata = arrays.packed_zarr(packed, self._codec)
+        store = arrays.open_array(folder, metadata, self._ctx, write=False)
+        base = piece * packed.shard_nbytes
+        buffer = store[base : min(base + packed.shard_nbytes, packed.nbytes)].read().result()
+        first, stop = np.searchsorted(plan.packed_offset // packed.shard_nbytes, [piece, piece + 1])
+        found = []
+        for row in range(int(first), int(stop)):
+            leaf, shard = int(plan.packed_leaf[row]), int(plan.packed_shard[row])
+            spec = plan.spec(leaf)
+            nbytes = spec.shards.box(shard).size * dtypes.dtype_of(spec.dtype).itemsize
+            at = int(plan.packed_offset[row]) - base
+            found.append(digest_of(self._digest, buffer[at : at + nbytes]))
+        return b"".join(found)

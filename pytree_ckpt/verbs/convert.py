@@ -1,0 +1,350 @@
+"""Convert a checkpoint to another layout, dtype or selection: offline, in bounded memory."""
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytree_ckpt.clock import StageClock
+from pytree_ckpt.errors import CheckpointError, PeerTimeoutError
+from pytree_ckpt.format import manifest_file, tables, wire
+from pytree_ckpt.format.manifest import Manifest, TableRef
+from pytree_ckpt.format.tables import ShardIndex, Table
+from pytree_ckpt.options import LoadOptions, SaveOptions
+from pytree_ckpt.plan.converting import BATCH_NBYTES, ConvertPlan, plan_convert
+from pytree_ckpt.plan.layouts import Layout
+from pytree_ckpt.store import commit, contents, disk
+from pytree_ckpt.store.commit import Attempt
+from pytree_ckpt.store.locations import Location, PathLike, locate
+from pytree_ckpt.verbs.convert_workers import started
+from pytree_ckpt.verbs.versions import versions
+
+_LOG = logging.getLogger("pytree_ckpt")
+_POLL_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What `convert` did, or would do.
+
+    Attributes:
+        plan: What each leaf becomes.
+        manifest: Of the new checkpoint; None after a dry run.
+        kept_nbytes: Bytes of array data that this process found finished by an earlier run.
+        seconds: Seconds of each stage, in this process.
+    """
+
+    plan: ConvertPlan
+    manifest: Manifest | None
+    kept_nbytes: int = 0
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kept = f"\n{self.kept_nbytes} bytes were finished before" if self.kept_nbytes else ""
+        return f"{self.plan}{kept}"
+
+
+def convert(
+    src: PathLike,
+    dst: PathLike,
+    *,
+    layout: Layout | PathLike | None = None,
+    dtype: Mapping[str, str] | None = None,
+    select: str | Sequence[str] = (),
+    max_chunk_nbytes: int | None = None,
+    overwrite: bool = False,
+    workers: int = 1,
+    process: tuple[int, int] | None = None,
+    timeout_s: float = 600.0,
+    dry_run: bool = False,
+    options: SaveOptions | None = None,
+) -> ConvertReport:
+    """Write a checkpoint again in another layout, verified as it is read; no devices are needed.
+
+    Memory is bounded, whatever the size of the state. What an interrupted conversion has finished
+    is kept: the same call goes on from there, any other save to `dst` removes it.
+
+    Args:
+        src: The checkpoint that is read.
+        dst: The folder of the new one, committed as a save does.
+        layout: What to lay arrays out for, or a checkpoint whose layout to take. Without it the
+            layout stays.
+        dtype: Dtypes by pattern of leaf paths. With wildcards only leaves of the kind of the dtype
+            change, floats to a float; a whole path changes what it names.
+        select: Patterns of the leaves to take; all by default.
+        max_chunk_nbytes: About how large chunks are.
+        overwrite: Replace a checkpoint at `dst`.
+        workers: Processes to do it with, started here.
+        process: `(i, n)` if this is process `i` of `n` that were started with the same call;
+            process 0 commits, the others return when it has.
+        timeout_s: How long no other process may make progress.
+        dry_run: Only plan.
+        options: Digest, compression and threads.
+
+    Raises:
+        MismatchError: What is asked for does not fit, with every reason; nothing was written.
+        IntegrityError: A chunk of `src` is damaged.
+        NotFoundError, FormatError: There is no checkpoint that can be read.
+        ExistsError: There is a checkpoint at `dst` and `overwrite` is False.
+        PeerTimeoutError: Another process makes no progress.
+        OSError: The storage refused or failed.
+
+    Example:
+        >>> import tempfile, numpy as np, pytree_ckpt as pc
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = pc.save(folder + "/a", {"params": {"w": np.ones((4, 6), np.float32)}})
+        ...     layout = pc.Layout(mesh={"data": 2}, specs={"params/**": "data,None"})
+        ...     _ = convert(folder + "/a", folder + "/b", layout=layout, dtype={"**": "bfloat16"})
+        ...     print(pc.read_manifest(folder + "/b").leaves[0])
+        params/w  bfloat16[4, 6] P('data', None) on mesh(data=2)
+    """
+    number, count = process or (0, workers)
+    if not 0 <= number < count or (process and workers != 1):
+        raise ValueError(f"process {process} of {workers} workers")
+    options = options or SaveOptions()
+    manifest, lock = commit.open_to_read(locate(src))
+    with lock:
+        like = None if layout is None or isinstance(layout, Layout) else layout
+        plan = plan_convert(
+            manifest,
+            layout=layout if isinstance(layout, Layout) else None,
+            like=None if like is None else commit.read_manifest(locate(like)),
+            dtype=dtype,
+            select=[select] if isinstance(select, str) else select,
+            codec=options.codec,
+            max_chunk_nbytes=max_chunk_nbytes,
+            processes=count,
+        )
+        if dry_run:
+            return ConvertReport(plan=plan, manifest=None)
+        job = _Job(locate(src), locate(dst), manifest, plan, number, overwrite, timeout_s, options)
+        if workers == 1:
+            return job.run()
+        settings = {
+            "src": str(locate(src)),
+            "dst": str(locate(dst)),
+            "layout": dataclasses.asdict(layout)
+            if isinstance(layout, Layout)
+            else like and str(like),
+            "dtype": dict(dtype or {}),
+            "select": select,
+            "max_chunk_nbytes": max_chunk_nbytes,
+            "overwrite": overwrite,
+            "timeout_s": timeout_s,
+            "options": dataclasses.asdict(options),
+        }
+        with started(settings, workers) as check:
+            return job.run(check)
+
+
+class _Job:
+    """What one process of a conversion does."""
+
+    def __init__(
+        self,
+        src: Location,
+        dst: Location,
+        manifest: Manifest,
+        plan: ConvertPlan,
+        process: int,
+        overwrite: bool,
+        timeout_s: float,
+        options: SaveOptions,
+    ) -> None:
+        self._src, self._dst = src, dst
+        self._manifest = manifest
+        self._plan = plan
+        self._process = process
+        self._overwrite = overwrite
+        self._timeout_s = timeout_s
+        self._options = options
+        self._draft = _draft(src, manifest, plan, options)
+
+    def run(self, check: Any = lambda: None) -> ConvertReport:
+        """Write this process's part; process 0 commits, the others wait for it."""
+        nonce = self._nonce()
+        if (done := self._committed(nonce)) is not None:
+            return ConvertReport(plan=self._plan, manifest=done)
+        clock = StageClock()
+        part = self._plan.parts[self._process]
+        with commit.resumable_attempt(
+            self._dst, nonce, overwrite=self._overwrite, needed_nbytes=part.plan.nbytes
+        ) as attempt:
+            kept = self._write(attempt, clock)
+            if self._process == 0:
+                done = self._commit(attempt, clock, check)
+            else:
+                done = self._wait_for_commit(attempt)
+        _LOG.info("converted %s to %s; %s", self._src, self._dst, clock)
+        return ConvertReport(
+            plan=self._plan, manifest=done, kept_nbytes=kept, seconds=dict(clock.seconds)
+        )
+
+    def _nonce(self) -> str:
+        """Named by what is converted to what, so that the next run finds what this one did."""
+        replaced = b""
+        if self._overwrite and commit.is_committed(self._dst):
+            replaced = commit.read_manifest(self._dst).id
+        what = b"".join([self._manifest.id, manifest_file.to_bytes(self._draft)[1], replaced])
+        return hashlib.sha256(what).hexdigest()[:32]
+
+    def _committed(self, nonce: str) -> Manifest | None:
+        """The new checkpoint, if it is there."""
+        if not commit.is_committed(self._dst):
+            return None
+        found = commit.read_manifest(self._dst)
+        return found if found.nonce == nonce else None
+
+    def _write(self, attempt: Attempt, clock: StageClock) -> int:
+        """Write all that is left to do; the bytes that were finished before."""
+        from pytree_ckpt.store import resuming
+        from pytree_ckpt.store.converting import ConvertedViews, per_process_values
+        from pytree_ckpt.store.journal import Journal
+        from pytree_ckpt.store.reading import CheckpointReader
+        from pytree_ckpt.store.writing import Writer
+
+        part = self._plan.parts[self._process]
+        journal = Journal(resuming.journal_file(attempt.folder, self._process))
+        try:
+            with clock.stage("resume"):
+                resuming.clear_the_way(
+                    attempt.folder,
+                    part.plan,
+                    journal,
+                    process=self._process,
+                    options=self._options,
+                )
+            left = resuming.rows_left(part.plan, journal)
+            reader = CheckpointReader(
+                self._src.path,
+                self._manifest,
+                verify=True,
+                options=LoadOptions(max_inflight_bytes=BATCH_NBYTES, threads=self._options.threads),
+                clock=clock,
+            )
+            batches = [[row for row in batch if row in left] for batch in part.batches]
+            views = ConvertedViews(reader, self._plan, batches)
+            own = [row for batch in part.batches for row in batch]
+            writer = Writer(
+                attempt.folder,
+                part.plan,
+                views,
+                process=self._process,
+                options=dataclasses.replace(self._options, max_inflight_bytes=BATCH_NBYTES),
+                clock=clock,
+                order=[row for row in own if self._plan.spec(row[0]).storage == "array"],
+                journal=journal,
+            )
+            writer.write(per_process_values(reader, self._plan) if self._process == 0 else {})
+        finally:
+            journal.close()
+        sizes = (self._plan.spec(leaf) for leaf, _ in set(own) - left)
+        return sum(spec.nbytes // spec.num_shards for spec in sizes)
+
+    def _commit(self, attempt: Attempt, clock: StageClock, check: Any) -> Manifest:
+        found, refs = self._tables(attempt, check)
+        ShardIndex(self._draft.leaf_specs, found, digest=self._draft.digest)
+        complete = dataclasses.replace(
+            self._draft,
+            nonce=attempt.nonce,
+            tables=tuple(refs),
+            created=time.time(),
+            seconds=dict(clock.seconds),
+        )
+        data, digest = manifest_file.to_bytes(complete)
+        from pytree_ckpt.store import resuming
+
+        disk.remove_tree(attempt.folder / resuming.JOURNALS)
+        attempt.temporary.unlink(missing_ok=True)  # of a run that was killed within its commit
+        attempt.commit(data)
+        return manifest_file.with_id(complete, digest)
+
+    def _tables(self, attempt: Attempt, check: Any) -> tuple[list[Table], list[TableRef]]:
+        """The tables of all processes, once they are there."""
+        count = len(self._plan.parts)
+        files = [contents.table_file(attempt.folder, process) for process in range(count)]
+
+        def missing() -> list[int]:
+            check()
+            return [process for process, file in enumerate(files) if not file.exists()]
+
+        self._wait(attempt, missing)
+        found, refs = [], []
+        for file in files:
+            data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
+            table, digest = tables.from_bytes(data, what=str(file))
+            found.append(table)
+            refs.append(TableRef(nbytes=len(data), id=digest))
+        return found, refs
+
+    def _wait_for_commit(self, attempt: Attempt) -> Manifest:
+        self._wait(attempt, lambda: [] if self._committed(attempt.nonce) else [0])
+        done = self._committed(attempt.nonce)
+        if done is None:
+            raise CheckpointError(f"{self._dst} was replaced as soon as it was converted")
+        return done
+
+    def _wait(self, attempt: Attempt, missing: Any) -> None:
+        """Wait until nobody is missing, as long as anybody writes something.
+
+        Raises:
+            PeerTimeoutError: Nobody has for so long.
+        """
+        seen, since = -1, time.monotonic()
+        while waiting := missing():
+            size = _progress(attempt.folder)
+            if size != seen:
+                seen, since = size, time.monotonic()
+            elif time.monotonic() - since > self._timeout_s:
+                raise PeerTimeoutError(
+                    f"processes {waiting} of the conversion made no progress for "
+                    f"{self._timeout_s} s; what is finished is kept for the same call",
+                    missing=waiting,
+                )
+            time.sleep(_POLL_S)
+
+
+def _progress(data: Path) -> int:
+    """A number that grows while anybody finishes anything."""
+    from pytree_ckpt.store import resuming
+
+    try:
+        return sum(file.stat().st_size for file in (data / resuming.JOURNALS).iterdir())
+    except FileNotFoundError:
+        return 0  # the journals go just before the commit
+
+
+def _draft(src: Location, manifest: Manifest, plan: ConvertPlan, options: SaveOptions) -> Manifest:
+    """The new manifest but for what is known only at the end."""
+    values = tuple(
+        leaf.value for leaf in plan.leaves if leaf.value is not None and not leaf.per_process
+    )
+    meshes = {
+        len(spec.sharding.mesh.device_ids)
+        for spec in plan.specs
+        if spec.sharding is not None and hasattr(spec.sharding, "mesh")
+    }
+    whole = len(plan.leaves) == len(manifest.leaves)
+    placeholder = TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32))
+    return Manifest(
+        nonce="0" * 32,
+        digest=options.digest,
+        tree=plan.tree,
+        specs=plan.specs,
+        leaf_codes=plan.codes,
+        values=values,
+        names=tuple(plan.parts[0].plan.names.values()),
+        process_count=plan.process_count,
+        device_count=max(meshes, default=manifest.device_count),
+        platform=manifest.platform,
+        tables=(placeholder,) * len(plan.parts),
+        metadata=manifest.metadata,
+        metrics=manifest.metrics,
+        versions=versions(),
+        created=0.0,
+        seconds={},
+        source={"kind": "checkpoint", "path": str(src), "holds": "all" if whole else "part"},
+    )
