@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     )
     from pytree_ckpt.format.manifest import Manifest
     from pytree_ckpt.format.per_process import PerProcess
+    from pytree_ckpt.interop.npz import export_npz, import_npz
+    from pytree_ckpt.interop.safetensors import export_safetensors, import_safetensors
     from pytree_ckpt.options import LoadOptions, SaveOptions
     from pytree_ckpt.plan.layouts import Layout
     from pytree_ckpt.plan.retention import Keep
@@ -72,6 +74,10 @@ __all__ = [
     "VerifyReport",
     "convert",
     "diff",
+    "export_npz",
+    "export_safetensors",
+    "import_npz",
+    "import_safetensors",
     "latest_step",
     "load",
     "open",
@@ -91,6 +97,8 @@ _HOME = {
     **dict.fromkeys(("DiffReport", "diff"), ("verbs.diff", None)),
     **dict.fromkeys(("load",), ("verbs.load", None)),
     **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),
+    **dict.fromkeys(("export_npz", "import_npz"), ("interop.npz", None)),
+    **dict.fromkeys(("export_safetensors", "import_safetensors"), ("interop.safetensors", None)),
     "PendingSave": ("verbs.pending", None),
     **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
     "require": ("verbs.require", None),

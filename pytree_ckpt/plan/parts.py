@@ -40,7 +40,9 @@ def require_parts(manifest: Manifest, parts: Mapping[str, Part], *, what: str) -
         lacks = len(wanted) - len(found)
         title = f"{what} lacks {lacks} of {len(wanted)} required parts"
         rest = set(ends) - set().union(*found.values())
-        raise MismatchError(wrong, leaves=len(ends), remedy=_remedy(found, rest), title=title)
+        raise MismatchError(
+            wrong, leaves=len(ends), remedy=_remedy(found, rest) + _origin(manifest), title=title
+        )
 
 
 def _patterns(name: str, part: Part) -> Sequence[str]:
@@ -62,6 +64,15 @@ def _missing(name: str, pattern: str, nodes: Mapping[str, str]) -> Mismatch:
         near = near or difflib.get_close_matches(asked, list(nodes)[:2000], n=1)
         note = f" (nearest: {near[0]})" if near else ""
     return Mismatch(path=name, kind="missing", text=f"nothing matches {pattern!r}{note}")
+
+
+def _origin(manifest: Manifest) -> str:
+    """What is to be said of a checkpoint that no run saved whole."""
+    source = manifest.source
+    if source.get("holds") not in ("weights", "part"):
+        return ""
+    what = "weights alone" if source["holds"] == "weights" else f"a part of a {source['kind']}"
+    return f" It was made of {what}: {source.get('path', '')}"
 
 
 def _remedy(found: Mapping[str, object], rest: set[str]) -> str:

@@ -134,7 +134,11 @@ def convert(
             "max_chunk_nbytes": max_chunk_nbytes,
             "overwrite": overwrite,
             "timeout_s": timeout_s,
-            "options": dataclasses.asdict(options),
+            "options": {
+                "digest": options.digest,
+                "compress": options.compress,
+                "threads": options.threads,
+            },
         }
         with started(settings, workers) as check:
             return job.run(check)

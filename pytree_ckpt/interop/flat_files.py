@@ -1,0 +1,61 @@
+"""Parts of a C-order array that lies flat in a file, read and written where they are."""
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pytree_ckpt.errors import FormatError
+from pytree_ckpt.format.boxes import Box, Shape
+
+
+def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int, int]]:
+    """The byte ranges of a box, in elements: start in the array, start in the box, length."""
+    inner = len(shape)
+    while inner > 0 and (inner == len(shape) or box.shape[inner] == shape[inner]):
+        inner -= 1
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    length = math.prod(box.shape[inner:])
+    base = sum(a * s for a, s in zip(box.start, strides, strict=True))
+    outer = itertools.product(*map(range, box.shape[:inner]))
+    for number, position in enumerate(outer):
+        start = base + sum(p * s for p, s in zip(position, strides[:inner], strict=True))
+        yield start, number * length, length
+
+
+def read_box(
+    fd: int, offset: int, shape: Shape, dtype: np.dtype[Any], box: Box, *, what: str
+) -> npt.NDArray[Any]:
+    """The elements of a box of an array that begins at byte `offset`.
+
+    Raises:
+        FormatError: The file ends before.
+    """
+    found = np.empty(box.size, dtype)
+    memory = found.view(np.uint8).data
+    size = dtype.itemsize
+    for start, at, length in _runs(shape, box):
+        part = memory[at * size : (at + length) * size]
+        place = offset + start * size
+        while part:
+            count = os.preadv(fd, [part], place)
+            if not count:
+                raise FormatError(f"{what} ends before its data does")
+            part, place = part[count:], place + count
+    return found.reshape(box.shape)
+
+
+def write_box(fd: int, offset: int, shape: Shape, box: Box, elements: npt.NDArray[Any]) -> None:
+    """Write the elements of a box of an array that begins at byte `offset`."""
+    memory = np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data
+    size = elements.dtype.itemsize
+    for start, at, length in _runs(shape, box):
+        part = memory[at * size : (at + length) * size]
+        place = offset + start * size
+        while part:
+            count = os.pwrite(fd, part, place)
+            part, place = part[count:], place + count

@@ -1,0 +1,105 @@
+"""Make a checkpoint of what another format holds."""
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pytree_ckpt.clock import StageClock
+from pytree_ckpt.format import manifest_file, values, wire
+from pytree_ckpt.format.manifest import VALUE, Manifest, TableRef
+from pytree_ckpt.format.trees import Tree
+from pytree_ckpt.format.values import Value
+from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.plan.saving import ArrayForm, plan_save
+from pytree_ckpt.store import commit
+from pytree_ckpt.store.locations import PathLike, locate
+from pytree_ckpt.verbs.versions import versions
+
+_SHARD_NBYTES = 32 << 20
+"""Largest file of an array, about: what is written is in memory twice."""
+_INFLIGHT_NBYTES = 64 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """What an import made, and what it could not carry over: each with its place and why."""
+
+    manifest: Manifest
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"not carried over: {what}" for what in self.left_out]
+        return "\n".join([repr(self.manifest), *lines])
+
+
+def make_checkpoint(
+    dst: PathLike,
+    tree: Tree,
+    leaves: Sequence[ArrayForm | Value],
+    view: Any,
+    *,
+    source: Mapping[str, str],
+    metadata: Any,
+    overwrite: bool,
+    options: SaveOptions | None,
+) -> Manifest:
+    """Write a checkpoint without JAX: arrays by `view(leaf, box)`, in bounded memory.
+
+    Raises:
+        ExistsError: There is a checkpoint at `dst` and `overwrite` is False.
+        OSError: The storage refused or failed.
+    """
+    from pytree_ckpt.store.writing import Writer
+
+    options = dataclasses.replace(options or SaveOptions(), max_inflight_bytes=_INFLIGHT_NBYTES)
+    forms = [
+        dataclasses.replace(leaf, max_shard_nbytes=_SHARD_NBYTES)
+        for leaf in leaves
+        if isinstance(leaf, ArrayForm)
+    ]
+    distinct = {form: at for at, form in enumerate(dict.fromkeys(forms))}
+    numbers = iter(forms)
+    codes = [distinct[next(numbers)] if isinstance(leaf, ArrayForm) else VALUE for leaf in leaves]
+    plan = plan_save(
+        tree.leaf_paths(),
+        list(distinct),
+        codes,
+        process=0,
+        process_of=defaultdict(int),
+        codec=options.codec,
+    )
+    draft = Manifest(
+        nonce="0" * 32,
+        digest=options.digest,
+        tree=tree,
+        specs=plan.specs,
+        leaf_codes=plan.codes,
+        values=tuple(leaf for leaf in leaves if not isinstance(leaf, ArrayForm)),
+        names=tuple(plan.names.values()),
+        process_count=1,
+        device_count=1,
+        platform="cpu",
+        tables=(TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32)),),
+        metadata=values.check_metadata(metadata),
+        metrics={},
+        versions=versions(),
+        created=0.0,
+        seconds={},
+        source=source,
+    )
+    manifest_file.to_bytes(draft)
+    clock = StageClock()
+    with commit.attempt(locate(dst), overwrite=overwrite, needed_nbytes=plan.nbytes) as attempt:
+        writer = Writer(attempt.folder, plan, view, process=0, options=options, clock=clock)
+        complete = dataclasses.replace(
+            draft,
+            nonce=attempt.nonce,
+            tables=(writer.write({}),),
+            created=time.time(),
+            seconds=dict(clock.seconds),
+        )
+        data, digest = manifest_file.to_bytes(complete)
+        attempt.commit(data)
+    return manifest_file.with_id(complete, digest)

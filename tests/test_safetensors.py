@@ -1,0 +1,278 @@
+"""Safetensors and npz, out and in, beside the libraries that define them."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec
+
+import pytree_ckpt as pc
+from pytree_ckpt.plan import chunking
+from tests.bitwise import assert_same
+from tests.conftest import make_mesh
+
+
+@pytest.fixture(autouse=True)
+def _small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of a few hundred bytes are stored as large ones are."""
+    monkeypatch.setattr(chunking, "PACK_BELOW_NBYTES", 128)
+    monkeypatch.setattr(chunking, "MAX_CHUNK_NBYTES", 256)
+
+
+def put(array: Any, *spec: Any) -> jax.Array:
+    mesh = make_mesh((4, 2), ("data", "model"))
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def weights() -> dict[str, Any]:
+    """A leaf of each dtype that the format has, and of each kind of shape."""
+    random = np.random.default_rng(3)
+    names = ["float16", "bfloat16", "float32", "float64", "complex64", "bool"]
+    names += [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    names += ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
+    return {
+        **{name: random.integers(0, 2, (3, 5)).astype(np.dtype(name)) for name in names},
+        "tiles": put(random.standard_normal((32, 16), np.float32), "data", "model"),
+        "columns": put(random.standard_normal((32, 16)).astype("bfloat16"), None, "data"),
+        "cube": put(random.standard_normal((4, 6, 8), np.float32), None, None, "data"),
+        "scalar": np.asarray(1.5, np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+    }
+
+
+def tensors_of(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """What the safetensors library finds in a file."""
+    found = safetensors.deserialize(file.read_bytes())
+    return {name: (t["dtype"], list(t["shape"]), bytes(t["data"])) for name, t in found}
+
+
+def test_what_is_exported_and_imported_is_what_it_was(tmp_path: Path) -> None:
+    state = {
+        "params": [weights(), {"1": np.ones(2), "2": np.zeros(2)}],
+        "rng": jax.random.key(5, impl="rbg"),
+        "step": 2**70,
+        "lr": float("nan"),
+        "more": (None, {}, "text", b"\x00\xff", True, 1j, np.int8(3)),
+    }
+    pc.save(tmp_path / "a", state)
+    pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors")
+    pc.import_safetensors(tmp_path / "w.safetensors", tmp_path / "b")
+    with pc.open(tmp_path / "a") as old, pc.open(tmp_path / "b") as new:
+        assert_same(new.to_numpy(), old.to_numpy())
+    assert pc.load(tmp_path / "b")["rng"].dtype == state["rng"].dtype
+    assert pc.read_manifest(tmp_path / "b").source["holds"] == "all"
+
+
+def test_the_library_reads_what_is_exported(tmp_path: Path) -> None:
+    state = weights()
+    pc.save(tmp_path / "a", state)
+    file = tmp_path / "w.safetensors"
+    report = pc.export_safetensors(tmp_path / "a", file, metadata={"license": "none"})
+    found = tensors_of(file)
+    assert sorted(found) == sorted(state)
+    for name, array in state.items():
+        assert found[name][1:] == (list(array.shape), np.asarray(array).tobytes()), name
+    assert report.nbytes == sum(np.asarray(array).nbytes for array in state.values())
+    with safetensors.safe_open(file, "numpy") as opened:
+        assert opened.metadata()["license"] == "none"
+        assert opened.get_tensor("tiles").tobytes() == np.asarray(state["tiles"]).tobytes()
+
+
+def test_an_exported_file_is_the_librarys_byte_for_byte(tmp_path: Path) -> None:
+    state = {
+        name: np.asarray(array)
+        for name, array in weights().items()
+        if array.dtype.kind in "biuf" and array.dtype.name != "float16"
+    }
+    pc.save(tmp_path / "a", {**state, "other": 1})
+    pc.export_safetensors(tmp_path / "a", tmp_path / "ours.safetensors", select=list(state))
+    file = tmp_path / "theirs.safetensors"
+    safetensors.numpy.save_file(state, file, metadata={"format": "pytree_ckpt"})
+    assert (tmp_path / "ours.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_what_the_library_wrote_is_imported(tmp_path: Path) -> None:
+    arrays = {
+        "model.layers.0.w": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "model.layers.1.w": np.ones(3, ml_dtypes.bfloat16),
+        "head": np.zeros((0, 2), np.int64),
+    }
+    safetensors.numpy.save_file(arrays, tmp_path / "w.safetensors", metadata={"by": "them"})
+    pc.import_safetensors(tmp_path / "w.safetensors", tmp_path / "nested")
+    layers = {"0": {"w": arrays["model.layers.0.w"]}, "1": {"w": arrays["model.layers.1.w"]}}
+    wanted = {"head": arrays["head"], "model": {"layers": layers}}
+    assert_same(pc.load(tmp_path / "nested"), wanted)
+    pc.import_safetensors(tmp_path / "w.safetensors", tmp_path / "flat", separator=None)
+    assert_same(pc.load(tmp_path / "flat"), dict(sorted(arrays.items())))
+    manifest = pc.read_manifest(tmp_path / "nested")
+    assert manifest.metadata == {"by": "them"}
+    assert manifest.source["holds"] == "weights"
+    with pytest.raises(pc.MismatchError, match=r"made of weights alone: .*w.safetensors"):
+        pc.require(tmp_path / "nested", model=True, opt_state=True)
+
+
+def test_several_files_have_an_index_by_the_rules_of_transformers(tmp_path: Path) -> None:
+    state = weights()
+    pc.save(tmp_path / "a", state)
+    report = pc.export_safetensors(tmp_path / "a", tmp_path / "hf", max_file_nbytes=2100)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    count = len(files)
+    assert count > 1
+    assert files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert index["metadata"]["total_size"] == report.nbytes
+    found = {file: tensors_of(tmp_path / "hf" / file) for file in files}
+    assert {name: file for file in files for name in found[file]} == index["weight_map"]
+    pc.import_safetensors(tmp_path / "hf", tmp_path / "b")
+    with pc.open(tmp_path / "a") as old, pc.open(tmp_path / "b") as new:
+        assert_same(new.to_numpy(), old.to_numpy())
+
+
+def test_tied_weights_are_in_the_file_for_each_leaf(tmp_path: Path) -> None:
+    tied = put(np.arange(128, dtype=np.float32).reshape(16, 8), "data")
+    pc.save(tmp_path / "a", {"embed": tied, "head": {"kernel": tied}})
+    pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors")
+    found = tensors_of(tmp_path / "w.safetensors")
+    assert found["embed"] == found["head.kernel"] == ("F32", [16, 8], np.asarray(tied).tobytes())
+
+
+def test_what_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    state = {
+        "q": jax.numpy.zeros(4, "int4"),
+        "u": jax.numpy.zeros(4, "uint4"),
+        "z": np.zeros(2, np.complex128),
+        "mine": pc.PerProcess(1),
+        "good": np.zeros(2),
+    }
+    pc.save(tmp_path / "a", state)
+    with pytest.raises(pc.UnsupportedLeafError, match="mine  belongs to one process"):
+        pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors")
+    with pytest.raises(pc.UnsupportedLeafError) as error:
+        pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors", select=["q", "u", "z"])
+    assert [leaf for leaf, _ in error.value.leaves] == ["q", "u", "z"]
+    assert not (tmp_path / "w.safetensors").exists()
+
+
+def test_leaves_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    pc.save(tmp_path / "a", {"a": {"b": np.ones(2)}, "a.b": np.zeros(2), "c": np.ones(1)})
+    with pytest.raises(pc.UnsupportedLeafError, match=r"a/b  would have the name 'a\.b'"):
+        pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors")
+    pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors", separator="/")
+    assert sorted(tensors_of(tmp_path / "w.safetensors")) == ["a.b", "a/b", "c"]
+
+
+def test_files_are_not_replaced_unless_asked_and_never_half_written(tmp_path: Path) -> None:
+    pc.save(tmp_path / "a", weights())
+    file = tmp_path / "out" / "w.safetensors"
+    file.parent.mkdir()
+    file.write_bytes(b"precious")
+    with pytest.raises(pc.ExistsError):
+        pc.export_safetensors(tmp_path / "a", file)
+    for chunk in (tmp_path / "a").glob("data-*/arrays/tiles/c*"):
+        chunk.unlink()
+    with pytest.raises(pc.IntegrityError):
+        pc.export_safetensors(tmp_path / "a", file, overwrite=True)
+    assert [entry.name for entry in file.parent.iterdir()] == ["w.safetensors"]
+    assert file.read_bytes() == b"precious"
+
+
+def header(**tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensor(dtype: str, shape: list[Any], start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+HOSTILE: dict[str, bytes] = {
+    "empty": b"",
+    "a length beyond the file": (1 << 62).to_bytes(8, "little") + b"{}",
+    "no JSON": (3).to_bytes(8, "little") + b"abc",
+    "a list": (2).to_bytes(8, "little") + b"[]",
+    "deep": (20000).to_bytes(8, "little") + b"[" * 20000,
+    "a name twice": (23).to_bytes(8, "little") + b'{"a":{"x":1},"a":{} }  ',
+    "a gap": header(a=tensor("U8", [1], 1, 2)) + b"xx",
+    "an overlap": header(a=tensor("U8", [2], 0, 2), b=tensor("U8", [2], 1, 3)) + b"xxx",
+    "too short": header(a=tensor("U8", [9], 0, 9)) + b"x",
+    "too long": header(a=tensor("U8", [1], 0, 1)) + b"xxx",
+    "bytes that do not fit the shape": header(a=tensor("F32", [3], 0, 4)) + b"xxxx",
+    "a negative extent": header(a=tensor("U8", [-1, -1], 0, 1)) + b"x",
+    "a huge extent": header(a=tensor("U8", [1 << 70], 0, 1 << 70)),
+    "an unknown dtype": header(a=tensor("F7", [1], 0, 1)) + b"x",
+    "extents that are no ints": header(a=tensor("U8", [True], 0, 1)) + b"x",
+    "metadata that are no strings": header(__metadata__={"a": 1}),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "w.safetensors").write_bytes(HOSTILE[kind])
+    with pytest.raises(pc.FormatError, match=r"w\.safetensors"):
+        pc.import_safetensors(tmp_path / "w.safetensors", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    safetensors.numpy.save_file({"a": np.ones(1)}, tmp_path / "secret.safetensors")
+    index = tmp_path / "hf/model.safetensors.index.json"
+    for name in ("../secret.safetensors", "..", str(tmp_path / "secret.safetensors")):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(pc.FormatError, match="weight_map"):
+            pc.import_safetensors(tmp_path / "hf", tmp_path / "b")
+
+
+# --- npz ----------------------------------------------------------------------------------------
+
+
+def numbers() -> dict[str, Any]:
+    return {name: a for name, a in weights().items() if np.asarray(a).dtype.isbuiltin == 1}
+
+
+def test_numpy_reads_an_exported_npz(tmp_path: Path) -> None:
+    state = {"params": numbers(), "step": 3}
+    pc.save(tmp_path / "a", state)
+    report = pc.export_npz(tmp_path / "a", tmp_path / "w.npz")
+    assert report.left_out == ("step: a Python value",)
+    with np.load(tmp_path / "w.npz") as found:
+        assert sorted(found) == sorted(f"params/{name}" for name in state["params"])
+        for name, array in state["params"].items():
+            assert found[f"params/{name}"].dtype == np.asarray(array).dtype
+            assert found[f"params/{name}"].tobytes() == np.asarray(array).tobytes()
+    pc.import_npz(tmp_path / "w.npz", tmp_path / "b")
+    wanted = {k: np.asarray(v) for k, v in sorted(state["params"].items())}
+    assert_same(pc.load(tmp_path / "b")["params"], wanted)
+
+
+def test_what_numpy_wrote_is_imported_compressed_or_turned(tmp_path: Path) -> None:
+    arrays = {
+        "f": np.asfortranarray(np.arange(600.0).reshape(20, 30)),
+        "c": np.arange(600, dtype=np.int16).reshape(20, 30),
+    }
+    for save, name in ((np.savez, "plain"), (np.savez_compressed, "packed")):
+        save(tmp_path / f"{name}.npz", **arrays)
+        pc.import_npz(tmp_path / f"{name}.npz", tmp_path / name)
+        found = pc.load(tmp_path / name)
+        assert all((found[key] == array).all() for key, array in arrays.items())
+
+
+def test_npz_refuses_dtypes_that_numpy_has_not_and_pickles(tmp_path: Path) -> None:
+    pc.save(tmp_path / "a", {"b": np.ones(2, ml_dtypes.bfloat16)})
+    with pytest.raises(pc.UnsupportedLeafError, match="b  numpy has no dtype bfloat16"):
+        pc.export_npz(tmp_path / "a", tmp_path / "w.npz")
+    np.savez(tmp_path / "o.npz", o=np.asarray([{}], object))
+    with pytest.raises(pc.FormatError, match=r"dtype '\|O'"):
+        pc.import_npz(tmp_path / "o.npz", tmp_path / "b")
+    with zipfile.ZipFile(tmp_path / "bad.npz", "w") as archive:
+        archive.writestr("x.npy", b"not numpy")
+    for file in ("bad.npz", "a/manifest.msgpack"):
+        with pytest.raises(pc.FormatError):
+            pc.import_npz(tmp_path / file, tmp_path / "b")
