@@ -127,6 +127,29 @@ PEAKS = """
     loaded("load_one", SingleDeviceSharding(jax.devices()[3]), reshard=True)
     loaded("load_bf16", rows, jax.numpy.bfloat16, cast=True)
 
+    # The eight leaves as the stack of them, with its shards on one axis or the other, and back.
+    shape = (8, *state["leaf0"].shape)
+    for name, spec in (("load_stack", P(None, "data")), ("load_stack_apart", P("data"))):
+        layout = NamedSharding(mesh, spec)
+        target = {"all": jax.ShapeDtypeStruct(shape, np.float32, sharding=layout)}
+        with Peak() as peak:
+            found = pc.load(
+                folder + "/raw", target, stack={"leaf{}": "all"}, reshard=True, options=load
+            )
+            jax.block_until_ready(found)
+        assert np.array_equal(found["all"][7], np.asarray(state["leaf7"]))
+        print(name, peak.mib)
+    pc.save(folder + "/stack", found)
+    del found
+    with Peak() as peak:
+        found = pc.load(
+            folder + "/stack", state, unstack={"all": "leaf{}"}, reshard=True, options=load
+        )
+        jax.block_until_ready(found)
+    assert np.array_equal(found["leaf7"], np.asarray(state["leaf7"]))
+    print("load_unstacked", peak.mib)
+    del found
+
     with Peak() as peak:
         with pc.open(folder + "/raw", options=load) as ckpt:
             element = ckpt["leaf0"][0, 0]
@@ -147,6 +170,9 @@ def test_a_save_and_a_load_take_little_more_than_the_state(folder: Path) -> None
         assert mib[name] <= 0.25 * state + constant, name
     for name in ("load_rows", "load_columns", "load_one"):
         assert state * 0.9 <= mib[name] <= 1.25 * state + constant, name
+    # Less than the state where the allocator still has memory of the load before.
+    for name in ("load_stack", "load_stack_apart", "load_unstacked"):
+        assert mib[name] <= 1.25 * state + constant, name
     # Half of the state, what is in flight, and a part of that in the new dtype.
     assert mib["load_bf16"] <= 0.5 * state + 64 + 32 + constant
     assert mib["read_one_element"] <= constant

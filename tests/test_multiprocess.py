@@ -398,3 +398,74 @@ def roll_back(root: str) -> list[list[int]]:
 def test_process_0_alone_deletes(pair: Cluster, tmp_path: Path) -> None:
     pair.run(loop, str(tmp_path))
     assert pair.run(roll_back, str(tmp_path)) == [[[4], [3, 4]]] * 2
+
+
+# --- leaves that move, and runs that resume -------------------------------------------------------
+
+
+def stack_and_unstack(path: str) -> None:
+    """Layers side by side load as their stack over all processes, and come apart again."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
+
+    def put(value: Any, *spec: Any) -> jax.Array:
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    parts = [numbers(n, LARGE if n < 4 else SHAPE) for n in range(8)]
+    layers = {
+        f"layer_{n}": {"large": put(parts[n], "data", "model"), "small": put(parts[n + 4], "data")}
+        for n in range(4)
+    }
+    large, small = np.stack(parts[:4]), np.stack(parts[4:])
+    stacked = {"large": put(large, None, "data", "model"), "small": put(small, None, "data")}
+    pc.save(f"{path}/apart", layers)
+    assert_same(pc.load(f"{path}/apart", stacked, stack={"layer_{}/*": "*"}), stacked)
+    across = {"large": put(large, "data"), "small": put(small, "model")}
+    loaded = pc.load(f"{path}/apart", across, stack={"layer_{}/*": "*"}, reshard=True)
+    assert_same(loaded, across)
+    pc.save(f"{path}/together", across)
+    back = pc.load(f"{path}/together", layers, unstack={"*": "layer_{}/*"}, reshard=True)
+    assert_same(back, layers)
+
+
+def resume(path: str) -> None:
+    """A run over all processes resumes to the bit; one with a counter of its own is found."""
+    import jax
+    import jax.numpy as jnp
+
+    from pytree_ckpt.testing import assert_resumes
+
+    start = {name: leaf for name, leaf in state().items() if name in ("both", "rows", "iterator")}
+    counted = iter(range(100))
+
+    @jax.jit
+    def update(arrays: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda x: x / jnp.sum(x) + batch, arrays)
+
+    def step_fn(before: Any, batch: float) -> Any:
+        position = before["iterator"].value["position"] + 1
+        arrays = {name: before[name] for name in ("both", "rows")}
+        return {**update(arrays, batch), "iterator": pc.PerProcess({"position": position})}
+
+    assert_resumes(step_fn, start, [0.5, 1.5, 2.5], f"{path}/good")
+    with pytest.raises(AssertionError, match="drifts in step 2 of 3, saved after step 1: 2 of 3"):
+        assert_resumes(
+            lambda before, batch: step_fn(before, float(next(counted))),
+            start,
+            [0.5, 1.5, 2.5],
+            f"{path}/bad",
+        )
+
+
+def test_layers_that_two_processes_saved_load_as_a_stack_and_back(
+    pair: Cluster, tmp_path: Path
+) -> None:
+    pair.run(stack_and_unstack, str(tmp_path))
+
+
+def test_a_run_of_two_processes_resumes(pair: Cluster, tmp_path: Path) -> None:
+    pair.run(resume, str(tmp_path))
