@@ -108,20 +108,21 @@ _ONE_BY_ONE = 3
 
 
 def _lines(mismatches: Sequence[Mismatch]) -> list[str]:
-    """Each reason in the place of its first leaf."""
-    of_reason: dict[str, list[Mismatch]] = {}
-    for mismatch in mismatches:
-        of_reason.setdefault(mismatch.reason or mismatch.text, []).append(mismatch)
+    """A line for each, but one for those that are alike, where the first of them is."""
+    alike: dict[str, list[str]] = {}
+    for m in mismatches:
+        leaf = f"{m.path or '(root)'}{m.text.removeprefix(m.reason) if m.reason else ''}"
+        alike.setdefault(m.reason or m.text, []).append(leaf)
     lines = []
-    for mismatch in mismatches:
-        reason = mismatch.reason or mismatch.text
-        alike = of_reason[reason]
-        if len(alike) <= _ONE_BY_ONE:
-            lines.append(f"  {mismatch}")
-        elif mismatch is alike[0]:
-            first = [f"{m.path}{m.text.removeprefix(reason)}" for m in alike[:_ONE_BY_ONE]]
-            more = len(alike) - _ONE_BY_ONE
-            lines.append(f"  {len(alike)} leaves  {reason}: {', '.join(first)} and {more} more")
+    for m in mismatches:
+        reason = m.reason or m.text
+        leaves = alike.get(reason, [])
+        if len(leaves) > _ONE_BY_ONE:
+            first, more = ", ".join(leaves[:_ONE_BY_ONE]), len(leaves) - _ONE_BY_ONE
+            lines.append(f"  {len(leaves)} leaves  {reason}: {first} and {more} more")
+            del alike[reason]
+        elif leaves:
+            lines.append(f"  {m}")
     return lines
 
 
@@ -148,9 +149,8 @@ class UnsupportedLeafError(CheckpointError, TypeError):
         self.leaves = tuple(leaves)
         count = f"{len(leaves)} leaves" if len(leaves) != 1 else "1 leaf"
         what = "of the target cannot be loaded" if target else "cannot be stored in a checkpoint"
-        lines = [f"{count} {what}"]
-        lines += [f"  {path or '(root)'}  {reason}" for path, reason in leaves]
-        super().__init__("\n".join(lines))
+        lines = _lines([Mismatch(path=path, kind="kind", text=text) for path, text in leaves])
+        super().__init__("\n".join([f"{count} {what}", *lines]))
 
 
 class NotFoundError(CheckpointError, FileNotFoundError):

@@ -245,6 +245,12 @@ def test_only_arrays_with_a_leading_dimension_are_taken_apart(tmp_path: Path, va
     assert "has no leading dimension" in found
 
 
+def test_a_leaf_that_would_become_too_many_is_refused(tmp_path: Path) -> None:
+    manifest = pc.save(tmp_path / "c", {"x": np.zeros((2**50, 0))})
+    with pytest.raises(pc.MismatchError, match="would become more than 65536 leaves"):
+        pc.plan_restructure(manifest, unstack={"x": "x_{}"})
+
+
 # --- stack and unstack --------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from pytree_ckpt.plan.patterns import Pattern
 
 Verb = Literal["rename", "stack", "unstack"]
 Rules = Mapping[str, str]
+MAX_UNSTACKED = 1 << 16
+"""Most leaves that one becomes; what a manifest says of an extent costs nothing to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ def restructure(
     """
     rules = [
         _rule(verb, left, right)
-        for verb, given in (("rename", rename), ("stack", stack), ("unstack", unstack))
+        for verb, given in zip(_NUMBERS, (rename, stack, unstack), strict=True)
         for left, right in (given or {}).items()
     ]
     if not rules:
@@ -122,18 +124,21 @@ def restructure(
     return _Restructuring(manifest, rules, like).run()
 
 
-def _rule(verb: str, left: str, right: str) -> _Rule:
-    rule = _Rule(verb=verb, left=patterns.parse(left), right=patterns.parse(right))  # type: ignore[arg-type]
-    numbers = [p.wildcards.count("{}") for p in (rule.left, rule.right)]
-    wanted = {"rename": [0, 0], "stack": [1, 0], "unstack": [0, 1]}[verb]
-    if numbers != wanted:
-        where = {
-            "rename": "neither side has '{}'",
-            "stack": "the left side has one '{}', the index, and the right side none",
-            "unstack": "the right side has one '{}', the index, and the left side none",
-        }[verb]
+_NUMBERS: Mapping[Verb, tuple[list[int], str]] = {
+    "rename": ([0, 0], "neither side has '{}'"),
+    "stack": ([1, 0], "the left side has one '{}', the index, and the right side none"),
+    "unstack": ([0, 1], "the right side has one '{}', the index, and the left side none"),
+}
+"""How often the index is on either side."""
+
+
+def _rule(verb: Verb, left: str, right: str) -> _Rule:
+    rule = _Rule(verb=verb, left=patterns.parse(left), right=patterns.parse(right))
+    sides = rule.left.wildcards, rule.right.wildcards
+    wanted, where = _NUMBERS[verb]
+    if [side.count("{}") for side in sides] != wanted:
         raise ValueError(f"{verb} {left!r} -> {right!r}: {where}")
-    stars = [[w for w in p.wildcards if w != "{}"] for p in (rule.left, rule.right)]
+    stars = [[wildcard for wildcard in side if wildcard != "{}"] for side in sides]
     if stars[0] != stars[1]:
         raise ValueError(f"{verb} {left!r} -> {right!r}: both sides have the same '*' and '**'")
     return rule
@@ -263,6 +268,10 @@ class _Restructuring:
         whole = leaf.spec
         if whole is None or not whole.logical_shape or not whole.shape[0]:
             text = f"{leaf.describe()} has no leading dimension to take apart"
+            self._wrong.append(rule.wrong(text, path=leaf.text))
+            return 0
+        if whole.shape[0] > MAX_UNSTACKED:
+            text = f"{leaf.describe()} would become more than {MAX_UNSTACKED} leaves"
             self._wrong.append(rule.wrong(text, path=leaf.text))
             return 0
         cut = (
