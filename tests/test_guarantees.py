@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "guarantees.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
-QUOTED = re.compile(r"`([a-z]+)`")
+QUOTED = re.compile(r"`([a-z-]+)`")
 
 
 def backers(text: str) -> list[str]:

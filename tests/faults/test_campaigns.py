@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import mutants, shim
+from tests.faults.__main__ import SIZES, Table
+from tests.faults.judge import Tally
 from tests.faults.mutants import Mutant
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,6 +45,11 @@ def test_no_damage_is_silent() -> None:
 
 
 @needs_shim
+def test_mutated_metadata_is_refused_by_name() -> None:
+    assert "hostile: mutated metadata" in outcome("hostile")
+
+
+@needs_shim
 def test_of_several_writers_one_wins_and_readers_see_whole_checkpoints() -> None:
     assert "3 writers on one root" in outcome("race", "readers")
 
@@ -50,6 +57,40 @@ def test_of_several_writers_one_wins_and_readers_see_whole_checkpoints() -> None
 @needs_shim
 def test_random_sequences_do_what_the_model_says() -> None:
     assert "state machine" in outcome("machine")
+
+
+@pytest.mark.parametrize("kind", ["lost", "silent", "broken", "leftovers", "failed"])
+def test_one_number_that_is_not_zero_is_an_error(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table()
+    table.add("good", lambda: Tally(points=3))
+    assert table.finish() == 0
+    table.add("bad", lambda: Tally(points=1, **{kind: 1}))
+    assert table.finish() == 1
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["all", "4"]
+
+
+def test_a_mutant_that_nobody_catches_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutants, "ALL", mutants.ALL[:2])
+    monkeypatch.setattr(
+        mutants, "catch", lambda _, mutant, **__: {"kill": "" if mutant is mutants.ALL[1] else "x"}
+    )
+    table = Table()
+    table.add_mutants(None, SIZES["tiny"])
+    assert table.finish() == 1
+    assert f"nobody caught the mutant: {mutants.ALL[1].name}" in capsys.readouterr().out
+
+
+def test_the_full_size_tries_every_operation_and_what_it_says() -> None:
+    full = SIZES["full"]
+    strides = (full.kill_stride, full.torn_stride, full.disk_stride, full.power_stride)
+    assert set(strides) == {1}
+    assert full.race_steps >= 500
+    assert (full.examples, full.steps) >= (500, 50)
+    assert full.mutated >= SIZES["short"].mutated >= 10_000
 
 
 @pytest.mark.parametrize("mutant", mutants.ALL, ids=lambda mutant: mutant.name)
