@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from pytree_ckpt.options import LoadOptions, SaveOptions
     from pytree_ckpt.plan.layouts import Layout
     from pytree_ckpt.plan.retention import Keep
-    from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray, read_manifest
+    from pytree_ckpt.verbs.checkpoint import Checkpoint, StoredArray
     from pytree_ckpt.verbs.checkpoint import open_checkpoint as open
     from pytree_ckpt.verbs.convert import ConvertReport, convert
     from pytree_ckpt.verbs.diff import DiffReport, diff
     from pytree_ckpt.verbs.load import load
     from pytree_ckpt.verbs.manager import CheckpointManager
+    from pytree_ckpt.verbs.manifest import read_manifest
     from pytree_ckpt.verbs.pending import PendingSave
     from pytree_ckpt.verbs.preemption import Preempted
     from pytree_ckpt.verbs.require import require
@@ -93,7 +94,8 @@ __all__ = [
 
 _HOME = {
     "open": ("verbs.checkpoint", "open_checkpoint"),
-    **dict.fromkeys(("Checkpoint", "StoredArray", "read_manifest"), ("verbs.checkpoint", None)),
+    **dict.fromkeys(("Checkpoint", "StoredArray"), ("verbs.checkpoint", None)),
+    "read_manifest": ("verbs.manifest", None),
     **dict.fromkeys(("DiffReport", "diff"), ("verbs.diff", None)),
     **dict.fromkeys(("load",), ("verbs.load", None)),
     **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),

@@ -23,7 +23,7 @@ def tree_command(checkpoint: str, depth: int | None, match: str | None) -> None:
     from pytree_ckpt.cli import documents, drawing
     from pytree_ckpt.pictures.outline import matching, outline
     from pytree_ckpt.plan import patterns
-    from pytree_ckpt.verbs.checkpoint import read_manifest
+    from pytree_ckpt.verbs.manifest import read_manifest
 
     root = outline(read_manifest(checkpoint))
     if match is not None:
@@ -46,8 +46,8 @@ def show_command(checkpoint: str, leaf: str | None, stats: bool) -> None:
     """
     from pytree_ckpt.cli import documents, drawing
     from pytree_ckpt.cli.progress import progress
-    from pytree_ckpt.verbs.checkpoint import read_manifest
     from pytree_ckpt.verbs.inspect import inspect_leaf
+    from pytree_ckpt.verbs.manifest import read_manifest
 
     if leaf is None and stats:
         raise click.UsageError("--stats needs a LEAF")
@@ -74,7 +74,7 @@ def report_command(checkpoint: str, output: str | None) -> None:
     long the save took.
     """
     from pytree_ckpt.pictures.pages import manifest_page
-    from pytree_ckpt.verbs.checkpoint import read_manifest
+    from pytree_ckpt.verbs.manifest import read_manifest
 
     page = manifest_page(read_manifest(checkpoint), path=checkpoint)
     target = Path(output or f"{Path(checkpoint).name}.html")

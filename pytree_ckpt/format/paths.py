@@ -4,6 +4,7 @@ A path has three forms, each injective within one tree: the keys themselves, a t
 (`params/dense/kernel`), and a file name that is safe on every file system.
 """
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,7 @@ class Key:
 Path = tuple[Key, ...]
 
 
+@functools.lru_cache(maxsize=4096)
 def _text_of(name: str) -> str:
     """A string key as text, never empty, never like an integer, never with a bare slash."""
     if name == "" or _INTEGER.fullmatch(name):
@@ -49,6 +51,8 @@ def _text_of(name: str) -> str:
     out = name.replace("%", "%25").replace("/", "%2F")
     if out.startswith("'"):
         out = "%27" + out[1:]
+    if out.isprintable():
+        return out
     return "".join(
         c if c.isprintable() else _percent(c.encode("utf-8", "surrogatepass")) for c in out
     )

@@ -11,7 +11,7 @@ from pytree_ckpt.errors import NotFoundError
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, whole
-from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.paths import from_text
 from pytree_ckpt.format.tables import ShardIndex
 from pytree_ckpt.options import LoadOptions
@@ -20,16 +20,6 @@ from pytree_ckpt.plan.indexing import Index, to_box
 from pytree_ckpt.plan.loading import plan_reads
 from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import PathLike, locate
-
-
-def read_manifest(path: PathLike) -> Manifest:
-    """Read what a checkpoint holds; no devices and no array data are needed.
-
-    Raises:
-        NotFoundError: No committed checkpoint is there.
-        FormatError: The manifest is damaged, or (`NewerFormatError`) of a newer release.
-    """
-    return commit.read_manifest(locate(path))
 
 
 def open_checkpoint(

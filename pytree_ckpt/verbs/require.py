@@ -3,7 +3,7 @@
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.plan.parts import Part, require_parts
 from pytree_ckpt.store.locations import PathLike
-from pytree_ckpt.verbs.checkpoint import read_manifest
+from pytree_ckpt.verbs.manifest import read_manifest
 
 
 def require(checkpoint: PathLike | Manifest, /, **parts: Part) -> Manifest:

@@ -3,7 +3,7 @@
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.plan.restructure import Restructured, Rules, restructure
 from pytree_ckpt.store.locations import PathLike
-from pytree_ckpt.verbs.checkpoint import read_manifest
+from pytree_ckpt.verbs.manifest import read_manifest
 
 
 def plan_restructure(
