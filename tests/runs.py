@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pytree_ckpt as pc
-from pytree_ckpt.store import commit, disk, roots, writing
+from pytree_ckpt.store import commit, disk, health, roots, writing
 from pytree_ckpt.verbs import load, manager, pending, preemption, save
 
 PATIENCE_S = 60
@@ -79,7 +79,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "between two files": (writing.Writer, "_write_piece"),
     "before its commit": (commit.Attempt, "commit"),
     "within its commit": (commit.Attempt, "_create"),
-    "after its commit": (roots, "unmark"),
+    "after its commit": (health, "unmark"),
     "before a deletion": (roots, "delete"),
     "within a deletion": (disk, "remove_tree"),
 }

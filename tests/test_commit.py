@@ -450,8 +450,8 @@ def test_a_failure_at_any_call_of_a_first_save_leaves_nothing_or_all(
 
 def fail_in_writer(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def write(writer: Writer, *_: Any) -> Any:
-        (writer._data / "arrays").mkdir()
-        (writer._data / "arrays" / "half").write_bytes(b"half")
+        (writer._data / "arrays").make_folder()
+        (writer._data / "arrays" / "half").write_new(b"half")
         raise error
 
     monkeypatch.setattr(Writer, "write", write)

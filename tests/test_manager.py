@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import pytree_ckpt as pc
-from pytree_ckpt.store import disk, roots
+from pytree_ckpt.store import disk, health, roots
 from pytree_ckpt.store.commit import Attempt
+from pytree_ckpt.store.locations import locate
 from tests.gates import PATIENCE_S, FullDisk, Gate, after_writing, before_writing
 from tests.test_steps import make_foreign
 
@@ -627,7 +628,7 @@ def test_a_root_that_cannot_be_looked_at_does_not_cost_the_new_step(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(roots, "look", refuse)
+        patch.setattr(health, "look", refuse)
         manager.save(2, state(2))
     assert "Input/output error" in caplog.text
     assert manager.steps() == [1, 2]
@@ -1029,7 +1030,7 @@ def test_a_manager_says_what_it_holds(tmp_path: Path) -> None:
     manager = save_steps(tmp_path, 1, 2, keep=pc.Keep(last=2))
     where = f"CheckpointManager({str(tmp_path)!r}, "
     assert repr(manager) == f"{where}2 steps [1, 2], keep=Keep(last=2))"
-    roots.quarantine(tmp_path / "step_00000002", "for a test")
+    health.quarantine(locate(tmp_path / "step_00000002"), "for a test")
     assert repr(manager) == f"{where}1 step [1], 1 not good, keep=Keep(last=2))"
 
 

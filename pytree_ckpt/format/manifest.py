@@ -17,12 +17,19 @@ from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.format.values import Value
 
 MANIFEST_FILE = "manifest.msgpack"
+QUARANTINE_FILE = "damaged.txt"
+"""Marks a checkpoint that a load found damaged: its data folder in the first line, then why."""
 VALUE = -1
 PER_PROCESS = -2
 """Codes in the column of leaves beside the indices of array specs."""
 
 _NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _END_OF_CALENDAR = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC).timestamp()
+
+
+def data_dir(nonce: str) -> str:
+    """The folder of all that one save wrote."""
+    return f"data-{nonce}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +138,7 @@ class Manifest:
 
     @property
     def data_dir(self) -> str:
-        return f"data-{self.nonce}"
+        return data_dir(self.nonce)
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:

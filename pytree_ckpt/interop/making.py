@@ -8,12 +8,11 @@ from typing import Any
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.format import manifest_file, values, wire
-from pytree_ckpt.format.manifest import VALUE, Manifest, TableRef
+from pytree_ckpt.format.manifest import VALUE, Manifest, TableRef, data_dir
 from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.format.values import Value
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import ArrayForm, plan_save
-from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.verbs.versions import versions
 
@@ -91,8 +90,10 @@ def make_checkpoint(
     )
     manifest_file.to_bytes(draft)
     clock = StageClock()
-    with commit.attempt(locate(dst), overwrite=overwrite, needed_nbytes=plan.nbytes) as attempt:
-        writer = Writer(attempt.folder, plan, view, process=0, options=options, clock=clock)
+    location = locate(dst)
+    with location.attempt(overwrite=overwrite, needed_nbytes=plan.nbytes) as attempt:
+        folder = location / data_dir(attempt.nonce)
+        writer = Writer(folder, plan, view, process=0, options=options, clock=clock)
         complete = dataclasses.replace(
             draft,
             nonce=attempt.nonce,

@@ -27,7 +27,7 @@ from pytree_ckpt.interop.flat_files import read_box
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.store import disk
-from pytree_ckpt.store.locations import PathLike, locate
+from pytree_ckpt.store.locations import PathLike, local_path
 from pytree_ckpt.verbs.checkpoint import open_checkpoint
 
 _MAX_HEADER_NBYTES = 1 << 16
@@ -58,7 +58,7 @@ def export_npz(
         ExistsError: The file is there and `overwrite` is False.
         IntegrityError: A chunk of `src` is damaged.
     """
-    path = locate(dst).path
+    path = local_path(dst)
     with open_checkpoint(src) as checkpoint:
         leaves = selected(checkpoint.manifest.leaves, select)
         naming.refuse_values(leaves)
@@ -165,7 +165,7 @@ def import_npz(
         ...     pc.load(folder + "/b")
         {'params': {'w': array([1., 1., 1.])}}
     """
-    path = locate(src).path
+    path = local_path(src)
     with ExitStack() as opened:
         members: dict[str, _Member] = {}
         for member in _members(path, opened):

@@ -31,7 +31,7 @@ from pytree_ckpt.interop.safetensors_files import (
 )
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.store import disk
-from pytree_ckpt.store.locations import PathLike, locate
+from pytree_ckpt.store.locations import PathLike, local_path
 from pytree_ckpt.verbs.checkpoint import open_checkpoint
 
 # --- out ----------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def export_safetensors(
             numbered = {at: by_leaf[leaf] for at, leaf in enumerate(leaves) if leaf in by_leaf}
             header[naming.TREE_KEY] = naming.record(manifest.tree, leaves, numbered)
         groups = _groups(by_leaf, max_file_nbytes)
-        files = file_names(locate(dst).path, len(groups))
+        files = file_names(local_path(dst), len(groups))
         if not overwrite and (there := [str(f) for f in files if os.path.lexists(f)]):
             raise ExistsError(f"{there[0]} exists; pass overwrite=True to replace it")
         disk.make_dirs(files[0].parent)
@@ -215,7 +215,7 @@ def import_safetensors(
         NotFoundError, OSError: The files cannot be read.
         ExistsError: There is a checkpoint at `dst` and `overwrite` is False.
     """
-    path = locate(src).path
+    path = local_path(src)
     files = files_to_read(path)
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}

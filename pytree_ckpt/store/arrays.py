@@ -1,8 +1,6 @@
 """Zarr arrays through TensorStore, opened from what the manifest says and never from a file."""
 
 import math
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.tables import Packed
 from pytree_ckpt.store import contents
 from pytree_ckpt.store.failures import storage_errors
+from pytree_ckpt.store.locations import Location
 
 ALIGNMENT = 64
 
@@ -33,7 +32,7 @@ def context(*, threads: int) -> ts.Context:
 
 
 def open_array(
-    folder: Path, metadata: dict[str, Any], ctx: ts.Context, *, write: bool
+    folder: Location, metadata: dict[str, Any], ctx: ts.Context, *, write: bool
 ) -> ts.TensorStore:
     """An array in `folder` with this metadata; no file is read or written by opening it."""
     options: dict[str, Any] = (
@@ -43,7 +42,7 @@ def open_array(
     )
     spec = {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder}{os.sep}"},
+        "kvstore": folder.kvstore(),
         "metadata": metadata,
         **options,
     }
@@ -54,7 +53,7 @@ def open_array(
 
 
 def open_leaf(
-    data: Path, name: str, spec: ArraySpec, ctx: ts.Context, *, write: bool
+    data: Location, name: str, spec: ArraySpec, ctx: ts.Context, *, write: bool
 ) -> ts.TensorStore:
     """The array of a leaf."""
     folder = contents.array_folder(data, name)

@@ -1,13 +1,13 @@
 """Whether files can hold what the metadata claims: asked before memory is taken for it.
 
 A manifest may claim a chunk of any size, and the index in a file of any size that a chunk is all
-of it. Neither is believed further than the sizes of the files bear it out.
+of it. Neither is believed further than the sizes of the files bear it out. A store tells no sizes,
+and is believed.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 
 from pytree_ckpt.errors import Damage, IntegrityError
 from pytree_ckpt.format import zarr
@@ -17,6 +17,7 @@ from pytree_ckpt.format.tables import Packed, Table
 from pytree_ckpt.plan.loading import ReadUnit
 from pytree_ckpt.plan.windows import Window
 from pytree_ckpt.store import contents
+from pytree_ckpt.store.locations import Location
 
 _TRUSTED_NBYTES = 64 << 20
 """Claims up to this size are not looked into: whoever reads finds out what is missing."""
@@ -29,7 +30,7 @@ _SLACK_CHUNK_NBYTES = 64
 
 
 def check_unit(
-    data: Path, tables: Iterable[Table], unit: ReadUnit, leaf_of: Callable[[int], Leaf]
+    data: Location, tables: Iterable[Table], unit: ReadUnit, leaf_of: Callable[[int], Leaf]
 ) -> None:
     """Check the memory that a unit needs; `leaf_of` tells the leaf of a part.
 
@@ -37,9 +38,9 @@ def check_unit(
         IntegrityError: The files are too small for it.
     """
     nbytes = sum(read.nbytes for read in unit.reads)
-    if nbytes <= _TRUSTED_NBYTES:
+    if nbytes <= _TRUSTED_NBYTES or data.path is None:
         return
-    stored: dict[Path, int] = {}
+    stored: dict[str, int] = {}
     most_per_stored, packed = 1, False
     for part, shards in _shards_by_part(unit).items():
         leaf = leaf_of(part)
@@ -52,7 +53,9 @@ def check_unit(
             stored |= _sizes(folder / zarr.shard_file(grid.position(shard)) for shard in shards)
     if packed:
         folders = [contents.packed_folder(data, table.process) for table in tables]
-        stored |= _sizes(f / name for f in folders if f.is_dir() for name in os.listdir(f))
+        stored |= _sizes(
+            f / name for f in folders if f.path and f.path.is_dir() for name in os.listdir(f.path)
+        )
     _check_sum(stored, nbytes, most_per_stored, leaf_of(0).text)
 
 
@@ -63,18 +66,22 @@ def _shards_by_part(unit: ReadUnit) -> dict[int, set[int]]:
     return found
 
 
-def check_shard(file: Path, spec: ArraySpec, leaf: str | None) -> None:
+def check_shard(file: Location, spec: ArraySpec, leaf: str | None) -> None:
     """Check that the file of a shard is not larger than any can be.
 
     Raises:
         IntegrityError: It is; its index could name all of it as one chunk.
     """
+    if file.path is None:
+        return
     shard_nbytes = math.prod(spec.shard_shape) * spec.itemsize
     _check_files(_sizes([file]), shard_nbytes, spec.chunks_per_shard, leaf)
 
 
-def check_window(data: Path, window: Window, packed: Packed, codec: str) -> None:
+def check_window(data: Location, window: Window, packed: Packed, codec: str) -> None:
     """As `check_unit`, of a part of a packed array, which lies in one file."""
+    if data.path is None:
+        return
     name = zarr.shard_file((window.start // packed.shard_nbytes,))
     stored = _sizes([contents.packed_folder(data, window.process) / name])
     chunks = packed.shard_nbytes // packed.chunk_nbytes
@@ -82,19 +89,19 @@ def check_window(data: Path, window: Window, packed: Packed, codec: str) -> None
     _check_sum(stored, window.stop - window.start, _MOST_PER_STORED[codec], None)
 
 
-def _sizes(files: Iterable[Path]) -> dict[Path, int]:
+def _sizes(files: Iterable[Location]) -> dict[str, int]:
     """Size of each file; one that is not there, which shows when it is read, has none."""
     found = {}
     for file in files:
         try:
-            found[file] = file.lstat().st_size
+            found[str(file)] = os.lstat(str(file)).st_size
         except (FileNotFoundError, NotADirectoryError):
             continue
     return found
 
 
 def _check_files(
-    stored: Mapping[Path, int], shard_nbytes: int, chunks: int, leaf: str | None
+    stored: Mapping[str, int], shard_nbytes: int, chunks: int, leaf: str | None
 ) -> None:
     # Codecs may add a little to what they cannot compress, but never double it.
     most = 2 * shard_nbytes + _SLACK_CHUNK_NBYTES * chunks + _SLACK_NBYTES
@@ -105,7 +112,7 @@ def _check_files(
 
 
 def _check_sum(
-    stored: Mapping[Path, int], nbytes: int, most_per_stored: int, leaf: str | None
+    stored: Mapping[str, int], nbytes: int, most_per_stored: int, leaf: str | None
 ) -> None:
     total = sum(stored.values())
     if nbytes > max(_TRUSTED_NBYTES, most_per_stored * total):
@@ -114,6 +121,5 @@ def _check_sum(
         raise _damaged(text, leaf, None)
 
 
-def _damaged(text: str, leaf: str | None, file: Path | None) -> IntegrityError:
-    place = None if file is None else str(file)
-    return IntegrityError([Damage(path=leaf, kind="size", text=text, file=place)])
+def _damaged(text: str, leaf: str | None, file: str | None) -> IntegrityError:
+    return IntegrityError([Damage(path=leaf, kind="size", text=text, file=file)])

@@ -14,15 +14,14 @@ from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
 from pytree_ckpt.format import manifest_file, wire
-from pytree_ckpt.format.manifest import MANIFEST_FILE, Manifest
+from pytree_ckpt.format.manifest import MANIFEST_FILE, Manifest, data_dir
 from pytree_ckpt.store import disk
-from pytree_ckpt.store.locations import Location
 
 _DATA_DIR = re.compile(r"data-[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"manifest\.[0-9a-f]{32}\.tmp", re.ASCII)
 
 
-def read_manifest(location: Location) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """The manifest of a committed checkpoint.
 
     Raises:
@@ -30,11 +29,11 @@ def read_manifest(location: Location) -> Manifest:
         NewerFormatError: A newer release wrote it.
         FormatError: The manifest is damaged, or a link.
     """
-    file = location.path / MANIFEST_FILE
+    file = path / MANIFEST_FILE
     try:
         data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(_why_not_found(location.path)) from None
+        raise NotFoundError(_why_not_found(path)) from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
             raise FormatError(f"{file} is not a regular file") from None
@@ -62,14 +61,14 @@ def data_folders(path: Path) -> list[Path]:
     return [path / name for name in os.listdir(path) if _DATA_DIR.fullmatch(name)]
 
 
-def is_committed(location: Location) -> bool:
+def is_committed(path: Path) -> bool:
     """Whether a checkpoint, good or damaged, is at this place.
 
     Raises:
         OSError: It may not be looked for.
     """
     try:
-        os.lstat(location.path / MANIFEST_FILE)
+        os.lstat(path / MANIFEST_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -79,25 +78,25 @@ def is_committed(location: Location) -> bool:
     return True
 
 
-def open_to_read(location: Location) -> tuple[Manifest, disk.FolderLock]:
+def open_to_read(path: Path) -> tuple[Manifest, disk.FolderLock]:
     """The manifest, and a lock that keeps its data in place while it is read.
 
     Raises:
         NotFoundError, FormatError: As `read_manifest`; the data folder is gone.
     """
     for _ in range(_ATTEMPTS):
-        manifest = read_manifest(location)
-        lock = disk.FolderLock(location.path / manifest.data_dir, shared=True)
+        manifest = read_manifest(path)
+        lock = disk.FolderLock(path / manifest.data_dir, shared=True)
         if lock.state in ("held", "unsupported"):
             return manifest, lock
         lock.release()
         if lock.state == "busy":
             # The writer has just committed it, or whoever deletes it has it.
             time.sleep(_BUSY_S)
-        elif read_manifest(location).nonce == manifest.nonce:
+        elif read_manifest(path).nonce == manifest.nonce:
             # No save has replaced it: the folder itself is lost, and the reader will say so.
             return manifest, lock
-    raise CheckpointError(f"{location} was held or replaced again and again while it was opened")
+    raise CheckpointError(f"{path} was held or replaced again and again while it was opened")
 
 
 _ATTEMPTS = 100
@@ -105,7 +104,7 @@ _BUSY_S = 0.05
 
 
 @contextlib.contextmanager
-def one_at_a_time(location: Location) -> Iterator[None]:
+def one_at_a_time(path: Path) -> Iterator[None]:
     """Hold a checkpoint folder while its manifest is replaced or removed, which takes a moment.
 
     Else a deletion could take a new manifest for the one that it has looked at. Where folders
@@ -115,49 +114,47 @@ def one_at_a_time(location: Location) -> Iterator[None]:
         CheckpointError: Another process held it all the time.
     """
     for _ in range(_ATTEMPTS):
-        with disk.FolderLock(location.path, shared=False) as lock:
+        with disk.FolderLock(path, shared=False) as lock:
             if lock.state != "busy":
                 yield
                 return
         time.sleep(_BUSY_S)
-    raise CheckpointError(f"another process holds {location}: it replaces or deletes its manifest")
+    raise CheckpointError(f"another process holds {path}: it replaces or deletes its manifest")
 
 
-def check_free(location: Location, *, overwrite: bool) -> None:
+def check_free(path: Path, *, overwrite: bool) -> None:
     """Raise at once what a save to this place would run into, as far as a glance tells.
 
     Raises:
         ExistsError: There is a file, or a checkpoint that must not be replaced.
         OSError: The place cannot be written.
     """
-    path = location.path
     if path.exists() and not path.is_dir():
         raise ExistsError(f"{path} is a file; a checkpoint needs a folder")
-    if is_committed(location) and not overwrite:
+    if is_committed(path) and not overwrite:
         raise ExistsError(f"{path} already holds a checkpoint; pass overwrite=True to replace it")
     disk.check_writable(path)
 
 
 @contextlib.contextmanager
-def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Iterator["Attempt"]:
+def attempt(path: Path, *, overwrite: bool, needed_nbytes: int) -> Iterator["Attempt"]:
     """One save: a data folder of its own, which is removed unless the block commits.
 
     Raises:
         ExistsError: There is a checkpoint and `overwrite` is False.
         OSError: The place cannot be written, or has too little free space.
     """
-    path = location.path
-    check_free(location, overwrite=overwrite)
+    check_free(path, overwrite=overwrite)
     made = disk.make_dirs(path)
     try:
-        reclaim(location)
+        reclaim(path)
         _check_space(path, needed_nbytes)
         nonce, lock = _fresh_data_dir(path, made)
     except BaseException:
         _remove_empty(made)
         raise
     with lock:
-        current = Attempt(location, nonce, made, lock, overwrite=overwrite)
+        current = Attempt(path, nonce, made, lock, overwrite=overwrite)
         try:
             yield current
         except BaseException:
@@ -166,14 +163,9 @@ def attempt(location: Location, *, overwrite: bool, needed_nbytes: int) -> Itera
             raise
 
 
-def data_folder(location: Location, nonce: str) -> Path:
-    """Where a save writes."""
-    return location.path / f"data-{nonce}"
-
-
-def sees(location: Location, nonce: str) -> bool:
+def sees(path: Path, nonce: str) -> bool:
     """Whether this process finds the data folder that another process has made for a save."""
-    folder = data_folder(location, nonce)
+    folder = path / data_dir(nonce)
     until = time.monotonic() + _VISIBLE_S
     while not folder.is_dir():
         if time.monotonic() > until:
@@ -188,7 +180,7 @@ _VISIBLE_S = 1.0
 
 @contextlib.contextmanager
 def resumable_attempt(
-    location: Location, nonce: str, *, overwrite: bool, needed_nbytes: int
+    path: Path, nonce: str, *, overwrite: bool, needed_nbytes: int
 ) -> Iterator["Attempt"]:
     """One save, perhaps by several processes, in a data folder of a known name.
 
@@ -199,16 +191,15 @@ def resumable_attempt(
         ExistsError: There is a checkpoint and `overwrite` is False.
         OSError: The place cannot be written, or has too little free space.
     """
-    path = location.path
-    check_free(location, overwrite=overwrite)
+    check_free(path, overwrite=overwrite)
     made = disk.make_dirs(path)
     for _ in range(_ATTEMPTS):
         made += [new for new in disk.make_dirs(path / f"data-{nonce}") if new.parent != path]
         with disk.FolderLock(path / f"data-{nonce}", shared=True) as lock:
             if lock.state in ("held", "unsupported"):
-                reclaim(location)
+                reclaim(path)
                 _check_space(path, needed_nbytes)
-                yield Attempt(location, nonce, made, lock, overwrite=overwrite)
+                yield Attempt(path, nonce, made, lock, overwrite=overwrite)
                 return
         time.sleep(_BUSY_S)  # Somebody is taking it for a leftover.
     raise CheckpointError(f"another process holds {path}, again and again")
@@ -255,17 +246,17 @@ class Attempt:
 
     def __init__(
         self,
-        location: Location,
+        path: Path,
         nonce: str,
         made: list[Path],
         lock: disk.FolderLock,
         *,
         overwrite: bool,
     ) -> None:
-        self.location = location
+        self.path = path
         self.nonce = nonce
-        self.folder = location.path / f"data-{nonce}"
-        self.temporary = location.path / f"manifest.{nonce}.tmp"
+        self.folder = path / f"data-{nonce}"
+        self.temporary = path / f"manifest.{nonce}.tmp"
         self.committed = False
         self._made = made
         self._lock = lock
@@ -279,13 +270,13 @@ class Attempt:
         Raises:
             ExistsError: Another save committed first and `overwrite` is False.
         """
-        path = self.location.path
+        path = self.path
         disk.fsync_dir(self.folder)
         disk.fsync_dir(path)
         disk.fsync_above(path, made=self._made)
         disk.write_new(self.temporary, data)
         if self._overwrite:
-            with one_at_a_time(self.location):
+            with one_at_a_time(self.path):
                 os.replace(self.temporary, path / MANIFEST_FILE)
         else:
             self._create()
@@ -293,7 +284,7 @@ class Attempt:
         # Readers need not wait for what is left to do.
         self._lock.share()
         disk.fsync_dir(path)
-        reclaim(self.location)
+        reclaim(self.path)
 
     def abandon(self) -> None:
         """Take back what this save made. What cannot be removed now is reclaimed later.
@@ -301,7 +292,7 @@ class Attempt:
         If it was interrupted when its manifest had a name already, it stays, whole.
         """
         try:
-            if _named(self.location) in (self.folder.name, _UNKNOWN):
+            if _named(self.path) in (self.folder.name, _UNKNOWN):
                 return
             self.temporary.unlink(missing_ok=True)
             disk.remove_tree(self.folder)
@@ -311,12 +302,12 @@ class Attempt:
 
     def _create(self) -> None:
         """Name the manifest, unless there is one: a link is exclusive where a rename is not."""
-        target = self.location.path / MANIFEST_FILE
+        target = self.path / MANIFEST_FILE
         try:
             os.link(self.temporary, target, follow_symlinks=False)
         except FileExistsError:
             raise ExistsError(
-                f"another save committed to {self.location} while this one was written"
+                f"another save committed to {self.path} while this one was written"
             ) from None
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
@@ -326,52 +317,52 @@ class Attempt:
             self.temporary.unlink(missing_ok=True)
 
     def _create_without_links(self, target: Path) -> None:
-        with one_at_a_time(self.location):
+        with one_at_a_time(self.path):
             if os.path.lexists(target):
-                raise ExistsError(f"another save committed to {self.location} first")
+                raise ExistsError(f"another save committed to {self.path} first")
             os.rename(self.temporary, target)
 
 
-def reclaim(location: Location) -> None:
+def reclaim(path: Path) -> None:
     """Remove what dead saves left in a checkpoint folder, and data that was replaced.
 
     A data folder goes only if no manifest names it and no living writer holds it. What cannot be
     removed now is left for the next save.
     """
     try:
-        _reclaim(location)
+        _reclaim(path)
     except OSError:
         return
 
 
-def _reclaim(location: Location) -> None:
-    names = os.listdir(location.path)
+def _reclaim(path: Path) -> None:
+    names = os.listdir(path)
     data = [n for n in names if _DATA_DIR.fullmatch(n)]
     temporary = [n for n in names if _TEMPORARY.fullmatch(n)]
-    if not temporary and len(data) <= is_committed(location):
+    if not temporary and len(data) <= is_committed(path):
         return
-    named = _named(location)
+    named = _named(path)
     data = [n for n in data if n != named]
     if data and named != _UNKNOWN:
         # Whoever replaced or unlinked the manifest may have died before that was durable. Without
         # this a power cut could bring the old manifest back, but not its data.
-        disk.fsync_dir(location.path)
+        disk.fsync_dir(path)
         for name in data:
-            _reclaim_data(location, location.path / name)
+            _reclaim_data(path, path / name)
     for name in temporary:
         folder = f"data-{name.split('.')[1]}"
-        if folder == named or not os.path.lexists(location.path / folder):
-            (location.path / name).unlink(missing_ok=True)
+        if folder == named or not os.path.lexists(path / folder):
+            (path / name).unlink(missing_ok=True)
 
 
-def _reclaim_data(location: Location, folder: Path) -> None:
+def _reclaim_data(path: Path, folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
         return
     with disk.FolderLock(folder, shared=False) as lock:
         # Only with the lock held is it certain that nobody is about to commit this folder.
-        if lock.state == "held" and _named(location) not in (folder.name, _UNKNOWN):
-            (location.path / f"manifest.{folder.name[5:]}.tmp").unlink(missing_ok=True)
+        if lock.state == "held" and _named(path) not in (folder.name, _UNKNOWN):
+            (path / f"manifest.{folder.name[5:]}.tmp").unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 disk.remove_tree(folder)
 
@@ -379,10 +370,10 @@ def _reclaim_data(location: Location, folder: Path) -> None:
 _UNKNOWN = "?"
 
 
-def _named(location: Location) -> str | None:
+def _named(path: Path) -> str | None:
     """The data folder that the manifest names; a damaged manifest may name any."""
     try:
-        return read_manifest(location).data_dir
+        return read_manifest(path).data_dir
     except NotFoundError:
         return None
     except (CheckpointError, OSError):

@@ -4,33 +4,31 @@ import errno
 import math
 import os
 import re
-import stat
-from pathlib import Path
 
 from pytree_ckpt.errors import Damage, DamageKind, FormatError, IntegrityError
 from pytree_ckpt.format import tables, wire, zarr
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.tables import Table
-from pytree_ckpt.store import disk
+from pytree_ckpt.store.locations import Location, SizeOf
 
 
-def array_folder(data: Path, name: str) -> Path:
+def array_folder(data: Location, name: str) -> Location:
     """Folder of the array of a leaf."""
     return data / "arrays" / name
 
 
-def packed_folder(data: Path, process: int) -> Path:
+def packed_folder(data: Location, process: int) -> Location:
     """Folder of the packed array of a process."""
     return data / "packed" / f"{process:05d}"
 
 
-def table_file(data: Path, process: int) -> Path:
+def table_file(data: Location, process: int) -> Location:
     """File of the table of a process."""
     return data / "tables" / f"{process:05d}.msgpack"
 
 
-def read_table(data_folder: Path, manifest: Manifest, process: int) -> Table:
+def read_table(data_folder: Location, manifest: Manifest, process: int) -> Table:
     """The table of one process.
 
     Raises:
@@ -39,7 +37,7 @@ def read_table(data_folder: Path, manifest: Manifest, process: int) -> Table:
     file = table_file(data_folder, process)
     wanted = manifest.tables[process]
     try:
-        data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
+        data = file.read_file(max_nbytes=wire.MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise _damaged(None, "missing", f"the table {file} is missing", file) from None
     except OSError as error:
@@ -59,25 +57,27 @@ def read_table(data_folder: Path, manifest: Manifest, process: int) -> Table:
     return table
 
 
-def refuse_link(path: Path, leaf: str | None) -> None:
-    """Raise an `IntegrityError` if `path` is a symbolic link."""
-    if path.is_symlink():
-        raise _damaged(leaf, "link", f"{path} is a symbolic link; a checkpoint has none", path)
+def refuse_link(place: Location, leaf: str | None) -> None:
+    """Raise an `IntegrityError` if `place` is a symbolic link."""
+    if place.path is not None and place.path.is_symlink():
+        raise _damaged(leaf, "link", f"{place} is a symbolic link; a checkpoint has none", place)
 
 
-def _damaged(leaf: str | None, kind: DamageKind, text: str, file: Path) -> IntegrityError:
+def _damaged(leaf: str | None, kind: DamageKind, text: str, file: Location) -> IntegrityError:
     return IntegrityError([Damage(path=leaf, kind=kind, text=text, file=str(file))])
 
 
-def check_folder(folder: Path, counts: tuple[int, ...], leaf: str | None) -> list[Damage]:
+def check_folder(folder: Location, counts: tuple[int, ...], leaf: str | None) -> list[Damage]:
     """What does not belong in the folder of an array: links, pipes, shards outside the grid.
 
     Where there is damage of kind "link" nothing may be read: a link leads out of the checkpoint,
     and who opens a pipe waits for good. A shard that is missing shows when it is read.
     """
+    if folder.path is None:
+        return []
     try:
         refuse_link(folder, leaf)
-        entries = list(os.scandir(folder))
+        entries = list(os.scandir(folder.path))
     except IntegrityError as error:
         return list(error.damage)
     except (FileNotFoundError, NotADirectoryError):
@@ -112,7 +112,7 @@ _SHARD_INDEX_ENTRY_NBYTES = 16
 _SHARD_INDEX_CHECKSUM_NBYTES = 4
 
 
-def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
+def missing_files(data_folder: Location, manifest: Manifest, size_of: SizeOf) -> list[Damage]:
     """Files of a checkpoint that are not there, or whose size cannot be right.
 
     Tables must have their exact size, shards without a codec too; compressed ones must not be
@@ -123,9 +123,9 @@ def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
     is_raw = all(spec.codec == "raw" for spec in packed)
     for process, ref in enumerate(manifest.tables):
         sound = len(damage)
-        _compare_size(table_file(data_folder, process), ref.nbytes, None, damage)
+        _compare_size(table_file(data_folder, process), ref.nbytes, None, damage, size_of)
         if packed and len(damage) == sound:
-            damage += _missing_pieces(data_folder, manifest, process, is_raw=is_raw)
+            damage += _missing_pieces(data_folder, manifest, process, size_of, is_raw=is_raw)
     for leaf in manifest.leaves:
         if leaf.spec is None or leaf.name is None:
             continue
@@ -134,7 +134,7 @@ def missing_files(data_folder: Path, manifest: Manifest) -> list[Damage]:
         nbytes = shard_nbytes(spec)
         for shard in range(grid.size):
             file = folder / zarr.shard_file(grid.position(shard))
-            _compare_size(file, nbytes, leaf.text, damage)
+            _compare_size(file, nbytes, leaf.text, damage, size_of)
     return damage
 
 
@@ -149,7 +149,7 @@ def shard_nbytes(spec: ArraySpec) -> int | None:
 
 
 def _missing_pieces(
-    data_folder: Path, manifest: Manifest, process: int, *, is_raw: bool
+    data_folder: Location, manifest: Manifest, process: int, size_of: SizeOf, *, is_raw: bool
 ) -> list[Damage]:
     """As `missing_files`, of the packed array of one process."""
     try:
@@ -165,27 +165,31 @@ def _missing_pieces(
             inside = min(packed.shard_nbytes, packed.nbytes - start)
             nbytes = -(-inside // packed.chunk_nbytes) * packed.chunk_nbytes + index_nbytes
             file = folder / zarr.shard_file((piece,))
-            _compare_size(file, nbytes if is_raw else None, None, damage)
+            _compare_size(file, nbytes if is_raw else None, None, damage, size_of)
             if damage:  # One is enough: a table that lies may name more than can be counted.
                 break
     return damage
 
 
-def _compare_size(file: Path, nbytes: int | None, leaf: str | None, damage: list[Damage]) -> None:
+def _compare_size(
+    file: Location, nbytes: int | None, leaf: str | None, damage: list[Damage], size_of: SizeOf
+) -> None:
     try:
-        found = file.lstat()
+        found = size_of(file)
     except (FileNotFoundError, NotADirectoryError):
         text = f"{file} is missing"
         damage.append(Damage(path=leaf, kind="missing", text=text, file=str(file)))
         return
-    wrong = found.st_size == 0 if nbytes is None else found.st_size != nbytes
-    if wrong or not stat.S_ISREG(found.st_mode):
-        text = f"{file} has {found.st_size} bytes"
-        text += f", not {nbytes}" if nbytes is not None else ""
+    if found is None:
+        return
+    wrong = found <= 0 if nbytes is None else found != nbytes
+    if wrong:
+        text = f"{file} has {found} bytes" if found >= 0 else f"{file} is not a regular file"
+        text += f", not {nbytes}" if nbytes is not None and found >= 0 else ""
         damage.append(Damage(path=leaf, kind="size", text=text, file=str(file)))
 
 
-def wrong_metadata(data_folder: Path, manifest: Manifest) -> list[Damage]:
+def wrong_metadata(data_folder: Location, manifest: Manifest) -> list[Damage]:
     """`zarr.json` files that are missing, or that say something else than the manifest.
 
     A load does not need them; other programs do.
@@ -197,7 +201,7 @@ def wrong_metadata(data_folder: Path, manifest: Manifest) -> list[Damage]:
         file = array_folder(data_folder, leaf.name) / "zarr.json"
         expected = zarr.to_json(zarr.array_metadata(leaf.spec))
         try:
-            found = disk.read_file(file, max_nbytes=len(expected))
+            found = file.read_file(max_nbytes=len(expected))
         except OSError:
             found = None
         if found != expected:

@@ -7,7 +7,6 @@ compared bit by bit with what is saved.
 
 import os
 import stat
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Grid
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.tables import ShardIndex
-from pytree_ckpt.store import arrays, commit, contents
+from pytree_ckpt.store import arrays, contents
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.locations import Location
 
@@ -35,16 +34,16 @@ class Base:
     """
 
     def __init__(self, location: Location, target: Location) -> None:
-        self.manifest, self._lock = commit.open_to_read(location)
+        self.manifest, self._held = location.open_to_read()
         try:
-            _check_same_device(location.path, target.path)
-            self._data = location.path / self.manifest.data_dir
+            _check_links(location, target)
+            self._data = location / self.manifest.data_dir
             contents.refuse_link(self._data, None)
             count = len(self.manifest.tables)
             tables = [contents.read_table(self._data, self.manifest, p) for p in range(count)]
             self._index = ShardIndex(self.manifest.leaf_specs, tables, digest=self.manifest.digest)
         except BaseException:
-            self._lock.release()
+            self._held.close()
             raise
         self._ctx = arrays.context(threads=1)
         self._stores: dict[int, ts.TensorStore] = {}
@@ -58,7 +57,7 @@ class Base:
         return leaf if same else None
 
     def link(
-        self, twin: Leaf, shard: int, source: npt.NDArray[Any], digests: bytes, folder: Path
+        self, twin: Leaf, shard: int, source: npt.NDArray[Any], digests: bytes, folder: Location
     ) -> bool:
         """Give the file of a shard a name in `folder`, if it holds the elements of `source`.
 
@@ -70,22 +69,23 @@ class Base:
         if spec is None or self._index.entry(twin.index, shard, spec).digests != digests:
             return False
         name = zarr.shard_file(spec.shards.position(shard))
-        file = contents.array_folder(self._data, twin.name or "") / name
+        base = contents.array_folder(self._data, twin.name or "")
+        file = base / name
         try:
+            contents.refuse_link(base, twin.text)
             if not self._holds(twin, spec, shard, source, file):
                 return False
-            os.link(file, folder / name, follow_symlinks=False)
+            os.link(str(file), str(folder / name), follow_symlinks=False)
         except (OSError, UnreadableError, IntegrityError):
             # Whatever is wrong with the old file, or with links here: a new file will be right.
             return False
         return True
 
     def _holds(
-        self, twin: Leaf, spec: ArraySpec, shard: int, source: npt.NDArray[Any], file: Path
+        self, twin: Leaf, spec: ArraySpec, shard: int, source: npt.NDArray[Any], file: Location
     ) -> bool:
         """Whether a file is as a save leaves it, and reads as `source`, bit by bit."""
-        contents.refuse_link(file.parent, twin.text)
-        found = file.lstat()
+        found = os.lstat(str(file))
         if not stat.S_ISREG(found.st_mode) or contents.shard_nbytes(spec) not in (
             None,
             found.st_size,
@@ -106,7 +106,7 @@ class Base:
 
     def release(self) -> None:
         """Let the checkpoint go."""
-        self._lock.release()
+        self._held.close()
 
 
 def _stored_as(spec: ArraySpec) -> tuple[object, ...]:
@@ -117,11 +117,14 @@ def _bits(array: npt.NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _check_same_device(base: Path, target: Path) -> None:
-    while not target.exists():
-        target = target.parent
-    if base.stat().st_dev != target.stat().st_dev:
+def _check_links(base: Location, target: Location) -> None:
+    if base.path is None or target.path is None:
+        raise CheckpointError(f"{base} and {target} are not both on a disk: save without a base")
+    at = target.path
+    while not at.exists():
+        at = at.parent
+    if base.path.stat().st_dev != at.stat().st_dev:
         raise CheckpointError(
-            f"the base {base} is on another file system than {target}, where no link leads; "
+            f"the base {base} is on another file system than {at}, where no link leads; "
             "save without a base"
         )

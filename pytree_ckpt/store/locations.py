@@ -1,26 +1,179 @@
-"""Where a checkpoint is: what the user gave, made absolute once."""
+"""Where checkpoints are: what a user gave, made absolute once, and what every storage can do."""
 
 import os
 import re
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from pytree_ckpt.errors import CheckpointError
+from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.format.steps import StepNames
 
 PathLike = str | os.PathLike[str]
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _URL_FROM_PATHLIB = re.compile(r"(abfss?|az|file|gcs|gs|hdfs|https?|memory|s3):/(?!/)")
 
+SizeOf = Callable[["Location"], int | None]
+"""Size of a file in bytes, None where the storage tells only that it is there.
 
-@dataclass(frozen=True, slots=True)
-class Location:
-    """An absolute folder of the local file system (mounted network storage included)."""
+Raises:
+    FileNotFoundError: It is not there.
+"""
 
-    path: Path
 
-    def __str__(self) -> str:
-        return str(self.path)
+class Attempt(Protocol):
+    """A save that is under way: it writes below `data-<nonce>` and ends with `commit`."""
+
+    nonce: str
+    committed: bool
+
+    def commit(self, data: bytes) -> None:
+        """Make the checkpoint appear, durably, all at once; then remove what it replaces.
+
+        Args:
+            data: The manifest. What it names must be durable.
+
+        Raises:
+            ExistsError: Another save committed first and must not be replaced.
+        """
+
+
+class Location(ABC):
+    """A place: of a file, of a checkpoint, or of a root of numbered checkpoints.
+
+    There are two kinds, a `Folder` on a disk and a `Prefix` in an object store, and each has a
+    protocol of its own to commit, replace and delete.
+    """
+
+    @abstractmethod
+    def __truediv__(self, name: str) -> "Location":
+        """A place below this one."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path | None:
+        """Where it is on a disk; None in a store, which has no links, pipes or folders."""
+
+    # --- a file, or a folder of files -----------------------------------------------------------
+
+    @abstractmethod
+    def kvstore(self) -> Any:
+        """TensorStore's view of all that is below, for arrays."""
+
+    @abstractmethod
+    def make_folder(self) -> None:
+        """Make a folder in one that is there."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make the entries of a folder durable."""
+
+    @abstractmethod
+    def read_file(self, *, max_nbytes: int) -> bytes:
+        """The bytes of a file; more than `max_nbytes` if it has more.
+
+        Raises:
+            FileNotFoundError: No such file.
+            OSError: Not a regular file (ELOOP, EINVAL, EISDIR), or the storage failed.
+        """
+
+    @abstractmethod
+    def write_new(self, data: bytes) -> None:
+        """Write a file that is not there yet, durably but for the entry in its folder."""
+
+    @abstractmethod
+    def remove_file(self) -> None:
+        """Remove a file, if it is there."""
+
+    @abstractmethod
+    def sizes(self) -> SizeOf:
+        """What tells the sizes of the files below."""
+
+    # --- a checkpoint ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def read_manifest(self) -> Manifest:
+        """The manifest of a committed checkpoint.
+
+        Raises:
+            NotFoundError: Nothing there, not a checkpoint, or a save that never committed.
+            FormatError: The manifest is damaged, of a newer version, or a link.
+        """
+
+    @abstractmethod
+    def open_to_read(self) -> tuple[Manifest, ExitStack]:
+        """The manifest, and what keeps its data in place, where locks do, until it is closed.
+
+        Raises:
+            NotFoundError, FormatError: As `read_manifest`.
+        """
+
+    @abstractmethod
+    def check_free(self, *, overwrite: bool) -> None:
+        """Raise an `ExistsError` if there is a checkpoint that must not be replaced."""
+
+    @abstractmethod
+    def attempt(
+        self, *, overwrite: bool, needed_nbytes: int, writers: int = 1
+    ) -> AbstractContextManager[Attempt]:
+        """One save of so many processes; what it wrote is removed unless the block commits.
+
+        Raises:
+            ExistsError: There is a checkpoint and `overwrite` is False.
+            OSError: The place cannot be written, or has too little free space.
+            CheckpointError: The storage cannot keep several writers apart.
+        """
+
+    @abstractmethod
+    def sees(self, nonce: str) -> bool:
+        """Whether this process finds what another has begun to save here."""
+
+    @abstractmethod
+    def delete(self) -> bool:
+        """Delete the checkpoint: the manifest first, then the data.
+
+        Returns:
+            False, and nothing is touched, if it is being read or is reached through a link.
+        """
+
+    # --- a root of numbered checkpoints ---------------------------------------------------------
+
+    @abstractmethod
+    def steps_and_sizes(self, names: StepNames) -> tuple[list[int], SizeOf]:
+        """Steps that have a manifest, ascending, and what tells the sizes of their files.
+
+        A root that does not exist has none.
+
+        Raises:
+            OSError: The root, or the folder of a step, cannot be read.
+        """
+
+    def committed_steps(self, names: StepNames) -> list[int]:
+        """Steps that have a manifest, ascending; errors as `steps_and_sizes`."""
+        return self.steps_and_sizes(names)[0]
+
+    @abstractmethod
+    def unfinished(self, names: StepNames) -> list[tuple[int, bool]]:
+        """Steps that have data but no manifest, each with whether somebody is writing it.
+
+        Raises:
+            OSError: The root cannot be read.
+        """
+
+    @abstractmethod
+    def reclaim(self, names: StepNames) -> None:
+        """Remove what dead saves, and deletions that were cut short, left in the steps."""
+
+    @abstractmethod
+    def settle(self, names: StepNames, steps: Iterable[int]) -> None:
+        """Make steps durable whose save may have died right after its commit.
+
+        To be done before others are deleted in their favour.
+        """
 
 
 def locate(path: PathLike) -> Location:
@@ -32,6 +185,8 @@ def locate(path: PathLike) -> Location:
         CheckpointError: Another kind of URL, or an empty path.
         TypeError: Neither a `str` nor a path.
     """
+    from pytree_ckpt.store.folders import Folder
+
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"a path must be str or pathlib.Path, not {type(path).__name__}")
@@ -51,7 +206,19 @@ def locate(path: PathLike) -> Location:
         raise CheckpointError(
             f"{absolute!r} is not UTF-8, and TensorStore takes no other"
         ) from None
-    return Location(Path(absolute))
+    return Folder(Path(absolute))
+
+
+def local_path(path: PathLike) -> Path:
+    """Where a file of another program is on a disk.
+
+    Raises:
+        CheckpointError: It is in a store.
+    """
+    location = locate(path)
+    if location.path is None:
+        raise CheckpointError(f"{location} is not on a disk; copy the file")
+    return location.path
 
 
 def _path_of_file_url(text: str) -> str:

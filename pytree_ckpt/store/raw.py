@@ -73,12 +73,15 @@ class RawShard:
 
 @contextmanager
 def open_raw(
-    file: Path, *, chunk_nbytes: int, chunks: int, present: int
+    file: Path | None, *, chunk_nbytes: int, chunks: int, present: int
 ) -> Iterator[RawShard | None]:
     """The shard in a file that has the first `present` of its chunks, in order.
 
-    None if the file is not there, or is laid out in another way.
+    None if the file is not there, is not on a disk, or is laid out in another way.
     """
+    if file is None:
+        yield None
+        return
     try:
         fd = disk.open_file(file)
     except OSError:

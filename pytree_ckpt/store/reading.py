@@ -29,6 +29,7 @@ from pytree_ckpt.plan.windows import PackedShard, Window, windows
 from pytree_ckpt.store import arrays, claims, contents
 from pytree_ckpt.store.digests import digest_function, digest_of, new_digest
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
+from pytree_ckpt.store.locations import Location
 from pytree_ckpt.store.raw import BLOCK_NBYTES, open_raw
 from pytree_ckpt.store.workers import Workers, thread_count
 
@@ -89,7 +90,7 @@ class CheckpointReader:
 
     def __init__(
         self,
-        root: Path,
+        location: Location,
         manifest: Manifest,
         *,
         verify: bool,
@@ -100,7 +101,7 @@ class CheckpointReader:
         self._clock = clock or StageClock()
         self.manifest = manifest
         self.stats = ReadStats(on_read)
-        self._data = root / manifest.data_dir
+        self._data = location / manifest.data_dir
         self._verify = verify
         self._threads = thread_count(options.threads)
         self._bound = options.max_inflight_bytes
@@ -243,7 +244,7 @@ class CheckpointReader:
             place = buffers[read.into][read.place].reshape(read.shape)
         folder = contents.array_folder(self._data, leaf.name)
         file = folder / zarr.shard_file(spec.shards.position(read.shard))
-        found = self._read_raw(file, spec, read, place)
+        found = self._read_raw(file.path, spec, read, place)
         if found is None:
             claims.check_shard(file, spec, leaf.text)
             store = self._store(leaf.index, leaf.name, spec)
@@ -253,7 +254,9 @@ class CheckpointReader:
         self._check(found, self.index.entry(leaf.index, read.shard, spec).digests, leaf, read)
         _place(place, read, buffers)
 
-    def _read_raw(self, file: Path, spec: ArraySpec, read: ChunkRead, place: Array) -> bytes | None:
+    def _read_raw(
+        self, file: Path | None, spec: ArraySpec, read: ChunkRead, place: Array
+    ) -> bytes | None:
         """Read a chunk without TensorStore, where that is possible; its digest."""
         if spec.codec != "raw" or read.shape != spec.chunk_shape:
             return None
@@ -444,7 +447,7 @@ class CheckpointReader:
         with (
             suppress(UnreadableError),
             open_raw(
-                folder / zarr.shard_file((piece,)),
+                (folder / zarr.shard_file((piece,))).path,
                 chunk_nbytes=packed.chunk_nbytes,
                 chunks=packed.shard_nbytes // packed.chunk_nbytes,
                 present=-(-inside // packed.chunk_nbytes),

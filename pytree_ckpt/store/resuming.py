@@ -13,10 +13,11 @@ from pytree_ckpt.format.boxes import Grid
 from pytree_ckpt.format.tables import DIGEST_NBYTES
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan
-from pytree_ckpt.store import arrays, contents, disk
+from pytree_ckpt.store import arrays, contents
 from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal, Key
+from pytree_ckpt.store.locations import Location
 
 JOURNALS = "unfinished"
 """Folder of the journals in a data folder; it is gone before the commit."""
@@ -28,7 +29,7 @@ def journal_file(data: Path, process: int) -> Path:
 
 
 def clear_the_way(
-    data: Path, plan: SavePlan, journal: Journal, *, process: int, options: SaveOptions
+    data: Location, plan: SavePlan, journal: Journal, *, process: int, options: SaveOptions
 ) -> None:
     """Keep what is finished and intact of what `process` writes; remove the rest of its files.
 
@@ -37,27 +38,25 @@ def clear_the_way(
     for key, digests in _in_table(data, plan, process, DIGEST_NBYTES[options.digest]):
         journal.add(key, digests)
     journal.keep(_Check(data, plan, process, options).is_intact)
-    for key, file in _files(data, plan, process):
+    for key, folder, name in _files(data, plan, process):
         if journal.digests(key) is None:
-            file.unlink(missing_ok=True)
-        file.with_name(file.name + ".__lock").unlink(missing_ok=True)
+            (folder / name).remove_file()
+        (folder / f"{name}.__lock").remove_file()
     folders = [contents.array_folder(data, name) for name in plan.names.values()]
     if process == 0:
         for folder in folders:
-            (folder / "zarr.json").unlink(missing_ok=True)
-    (contents.packed_folder(data, process) / "zarr.json").unlink(missing_ok=True)
-    contents.table_file(data, process).unlink(missing_ok=True)
+            (folder / "zarr.json").remove_file()
+    (contents.packed_folder(data, process) / "zarr.json").remove_file()
+    contents.table_file(data, process).remove_file()
 
 
 def _in_table(
-    data: Path, plan: SavePlan, process: int, digest_nbytes: int
+    data: Location, plan: SavePlan, process: int, digest_nbytes: int
 ) -> Iterator[tuple[Key, bytes]]:
     """What the table of an attempt has, if it got so far and the table is of this plan."""
     try:
         file = contents.table_file(data, process)
-        found, _ = tables.from_bytes(
-            disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES), what=str(file)
-        )
+        found, _ = tables.from_bytes(file.read_file(max_nbytes=wire.MAX_FILE_BYTES), what=str(file))
     except (OSError, FormatError):
         return
     at = 0
@@ -85,25 +84,25 @@ def rows_left(plan: SavePlan, journal: Journal) -> set[Key]:
     return left
 
 
-def _files(data: Path, plan: SavePlan, process: int) -> list[tuple[Key, Path]]:
+def _files(data: Location, plan: SavePlan, process: int) -> list[tuple[Key, Location, str]]:
     """Every file of array data that a process writes."""
-    found: list[tuple[Key, Path]] = []
+    found: list[tuple[Key, Location, str]] = []
     rows = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
     for leaf, shard in rows:
         folder = contents.array_folder(data, plan.names[leaf])
         name = zarr.shard_file(plan.spec(leaf).shards.position(shard))
-        found.append(((leaf, shard), folder / name))
+        found.append(((leaf, shard), folder, name))
     if plan.packed is not None:
         folder = contents.packed_folder(data, process)
         pieces = range(-(-plan.packed.nbytes // plan.packed.shard_nbytes))
-        found += [((PACKED, piece), folder / zarr.shard_file((piece,))) for piece in pieces]
+        found += [((PACKED, piece), folder, zarr.shard_file((piece,))) for piece in pieces]
     return found
 
 
 class _Check:
     """Reads back what a journal says is finished."""
 
-    def __init__(self, data: Path, plan: SavePlan, process: int, options: SaveOptions) -> None:
+    def __init__(self, data: Location, plan: SavePlan, process: int, options: SaveOptions) -> None:
         self._data = data
         self._plan = plan
         self._process = process
@@ -111,7 +110,7 @@ class _Check:
         self._digest = digest_function(options.digest)
         self._size = DIGEST_NBYTES[options.digest]
         self._ctx = arrays.context(threads=1)
-        self._planned = {key for key, _ in _files(data, plan, process)}
+        self._planned = {key for key, _, _ in _files(data, plan, process)}
 
     def is_intact(self, key: Key, digests: bytes) -> bool:
         """Whether a file is planned, and its chunks have these digests."""

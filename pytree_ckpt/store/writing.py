@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,13 @@ from pytree_ckpt.format.manifest import TableRef
 from pytree_ckpt.format.tables import Packed, Rows, Table
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan
-from pytree_ckpt.store import arrays, contents, disk
+from pytree_ckpt.store import arrays, contents
 from pytree_ckpt.store.budget import ByteBudget
 from pytree_ckpt.store.digests import Digest, digest_function, digest_of
 from pytree_ckpt.store.failures import storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal
 from pytree_ckpt.store.linking import Base
+from pytree_ckpt.store.locations import Location
 from pytree_ckpt.store.workers import Workers, thread_count
 
 HostView = Callable[[int, Box], npt.NDArray[Any]]
@@ -45,7 +45,7 @@ class Writer:
 
     def __init__(
         self,
-        data: Path,
+        data: Location,
         plan: SavePlan,
         view: HostView,
         *,
@@ -84,7 +84,7 @@ class Writer:
         `per_process` are the values that the table is to have, by leaf and process.
         """
         for name in ("arrays", "packed", "tables"):
-            disk.make_dir(self._data / name)
+            (self._data / name).make_folder()
         rows, packed_rows = self._write_shards()
         table = Table(
             process=self._process,
@@ -94,12 +94,12 @@ class Writer:
             per_process=per_process,
         )
         data, digest = tables.to_bytes(table)
-        disk.write_new(contents.table_file(self._data, self._process), data)
+        contents.table_file(self._data, self._process).write_new(data)
         if self._base is not None:
             for leaf in np.unique(self._plan.array_leaf).tolist():
-                disk.fsync_dir(self._folder(leaf))
+                self._folder(leaf).sync()
         for name in ("arrays", "packed", "tables"):
-            disk.fsync_dir(self._data / name)
+            (self._data / name).sync()
         return TableRef(nbytes=len(data), id=digest)
 
     def _write_shards(self) -> tuple[Rows, Rows]:
@@ -139,7 +139,7 @@ class Writer:
                 self._journal.add(key, found)
         return found
 
-    def _metadata(self) -> Iterable[tuple[Path, dict[str, Any]]]:
+    def _metadata(self) -> Iterable[tuple[Location, dict[str, Any]]]:
         """Folder and content of every `zarr.json` that this process writes."""
         plan = self._plan
         if self._process == 0:
@@ -151,10 +151,10 @@ class Writer:
             yield folder, arrays.packed_zarr(plan.packed, self._codec)
 
     @staticmethod
-    def _write_json(folder: Path, metadata: dict[str, Any]) -> None:
-        disk.make_dir(folder)
-        disk.write_new(folder / "zarr.json", zarr.to_json(metadata))
-        disk.fsync_dir(folder)
+    def _write_json(folder: Location, metadata: dict[str, Any]) -> None:
+        folder.make_folder()
+        (folder / "zarr.json").write_new(zarr.to_json(metadata))
+        folder.sync()
 
     def _open_leaf(self, leaf: int) -> ts.TensorStore:
         plan = self._plan
@@ -199,14 +199,14 @@ class Writer:
             return None
         found = self._digests(spec, source)
         with self._clock.stage("link"):
-            disk.make_dir(self._folder(leaf))
+            self._folder(leaf).make_folder()
             if not base.link(twin, shard, source, found, self._folder(leaf)):
                 return None
         with self._lock:
             self.linked_nbytes += source.nbytes
         return found
 
-    def _folder(self, leaf: int) -> Path:
+    def _folder(self, leaf: int) -> Location:
         return contents.array_folder(self._data, self._plan.names[leaf])
 
     def _box(self, leaf: int, shard: int) -> Box:

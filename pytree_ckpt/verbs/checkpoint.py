@@ -18,7 +18,6 @@ from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.pictures.pages import manifest_html
 from pytree_ckpt.plan.indexing import Index, to_box
 from pytree_ckpt.plan.loading import plan_reads
-from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import PathLike, locate
 
 
@@ -50,12 +49,10 @@ class Checkpoint:
         from pytree_ckpt.store.reading import CheckpointReader
 
         location = locate(path)
-        self.manifest, self._lock = commit.open_to_read(location)
+        self.manifest, self._held = location.open_to_read()
         self._location = location
         self._closed = False
-        self._reader = CheckpointReader(
-            location.path, self.manifest, verify=verify, options=options
-        )
+        self._reader = CheckpointReader(location, self.manifest, verify=verify, options=options)
 
     def keys(self) -> list[str]:
         """Text of the path of every leaf, in order."""
@@ -134,7 +131,7 @@ class Checkpoint:
     def close(self) -> None:
         """Let the checkpoint go; it may then be replaced or deleted."""
         self._closed = True
-        self._lock.release()
+        self._held.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, PeerTimeoutError
 from pytree_ckpt.format import manifest_file, tables, wire
-from pytree_ckpt.format.manifest import Manifest, TableRef
+from pytree_ckpt.format.manifest import Manifest, TableRef, data_dir
 from pytree_ckpt.format.tables import ShardIndex, Table
 from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan.converting import BATCH_NBYTES, ConvertPlan, plan_convert
@@ -105,13 +106,13 @@ def convert(
     if not 0 <= number < count or (process and workers != 1):
         raise ValueError(f"process {process} of {workers} workers")
     options = options or SaveOptions()
-    manifest, lock = commit.open_to_read(locate(src))
-    with lock:
+    manifest, held = locate(src).open_to_read()
+    with held:
         like = None if layout is None or isinstance(layout, Layout) else layout
         plan = plan_convert(
             manifest,
             layout=layout if isinstance(layout, Layout) else None,
-            like=None if like is None else commit.read_manifest(locate(like)),
+            like=None if like is None else locate(like).read_manifest(),
             dtype=dtype,
             select=[select] if isinstance(select, str) else select,
             codec=options.codec,
@@ -158,7 +159,9 @@ class _Job:
         timeout_s: float,
         options: SaveOptions,
     ) -> None:
-        self._src, self._dst = src, dst
+        if dst.path is None:
+            raise CheckpointError(f"a conversion goes on where it was, for which {dst} is no place")
+        self._src, self._dst, self._folder = src, dst, dst.path
         self._manifest = manifest
         self._plan = plan
         self._process = process
@@ -175,7 +178,7 @@ class _Job:
         clock = StageClock()
         part = self._plan.parts[self._process]
         with commit.resumable_attempt(
-            self._dst, nonce, overwrite=self._overwrite, needed_nbytes=part.plan.nbytes
+            self._folder, nonce, overwrite=self._overwrite, needed_nbytes=part.plan.nbytes
         ) as attempt:
             kept = self._write(attempt, clock)
             if self._process == 0:
@@ -190,16 +193,16 @@ class _Job:
     def _nonce(self) -> str:
         """Named by what is converted to what, so that the next run finds what this one did."""
         replaced = b""
-        if self._overwrite and commit.is_committed(self._dst):
-            replaced = commit.read_manifest(self._dst).id
+        if self._overwrite and commit.is_committed(self._folder):
+            replaced = commit.read_manifest(self._folder).id
         what = b"".join([self._manifest.id, manifest_file.to_bytes(self._draft)[1], replaced])
         return hashlib.sha256(what).hexdigest()[:32]
 
     def _committed(self, nonce: str) -> Manifest | None:
         """The new checkpoint, if it is there."""
-        if not commit.is_committed(self._dst):
+        if not commit.is_committed(self._folder):
             return None
-        found = commit.read_manifest(self._dst)
+        found = commit.read_manifest(self._folder)
         return found if found.nonce == nonce else None
 
     def _write(self, attempt: Attempt, clock: StageClock) -> int:
@@ -215,7 +218,7 @@ class _Job:
         try:
             with clock.stage("resume"):
                 resuming.clear_the_way(
-                    attempt.folder,
+                    self._dst / data_dir(attempt.nonce),
                     part.plan,
                     journal,
                     process=self._process,
@@ -223,7 +226,7 @@ class _Job:
                 )
             left = resuming.rows_left(part.plan, journal)
             reader = CheckpointReader(
-                self._src.path,
+                self._src,
                 self._manifest,
                 verify=True,
                 options=LoadOptions(max_inflight_bytes=BATCH_NBYTES, threads=self._options.threads),
@@ -233,7 +236,7 @@ class _Job:
             views = ConvertedViews(reader, self._plan, batches)
             own = [row for batch in part.batches for row in batch]
             writer = Writer(
-                attempt.folder,
+                self._dst / data_dir(attempt.nonce),
                 part.plan,
                 views,
                 process=self._process,
@@ -269,16 +272,17 @@ class _Job:
     def _tables(self, attempt: Attempt, check: Any) -> tuple[list[Table], list[TableRef]]:
         """The tables of all processes, once they are there."""
         count = len(self._plan.parts)
-        files = [contents.table_file(attempt.folder, process) for process in range(count)]
+        data_folder = self._dst / data_dir(attempt.nonce)
+        files = [contents.table_file(data_folder, process) for process in range(count)]
 
         def missing() -> list[int]:
             check()
-            return [process for process, file in enumerate(files) if not file.exists()]
+            return [process for process, file in enumerate(files) if not os.path.exists(str(file))]
 
         self._wait(attempt, missing)
         found, refs = [], []
         for file in files:
-            data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
+            data = file.read_file(max_nbytes=wire.MAX_FILE_BYTES)
             table, digest = tables.from_bytes(data, what=str(file))
             found.append(table)
             refs.append(TableRef(nbytes=len(data), id=digest))

@@ -15,7 +15,6 @@ from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan import compare
 from pytree_ckpt.plan.restructure import Restructured, Rules, restructure
 from pytree_ckpt.progress import showing
-from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader, ReadStats
 from pytree_ckpt.verbs.assembly import Assembly, Item
@@ -77,8 +76,8 @@ def load(
     location = locate(path)
     options = options or LoadOptions()
     clock = StageClock()
-    manifest, lock = commit.open_to_read(location)
-    with lock:
+    manifest, held = location.open_to_read()
+    with held:
         with clock.stage("plan"):
             wanted = None if target is None else targets.describe_target(target, mesh=mesh)
             saved = restructure(
@@ -222,7 +221,7 @@ def _read(
     with showing(f"loading {location}", False if follows else options.progress) as progress:
         total = sum(request.plan.nbytes_read for request in requests) if progress else 0
         reader = CheckpointReader(
-            location.path,
+            location,
             manifest,
             verify=verify,
             options=options,
@@ -238,5 +237,5 @@ def _read(
 
 def _check_still_there(location: Location, manifest: Manifest) -> None:
     """Where folders cannot be locked, data may go while it is read."""
-    if commit.read_manifest(location).nonce != manifest.nonce:
+    if location.read_manifest().nonce != manifest.nonce:
         raise CheckpointError(f"{location} was replaced while it was read; load again") from None

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -16,9 +15,9 @@ from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan import retention
 from pytree_ckpt.plan.restructure import Rules
 from pytree_ckpt.plan.retention import Decision, Keep
-from pytree_ckpt.store import roots
+from pytree_ckpt.store import health
+from pytree_ckpt.store.health import StepState
 from pytree_ckpt.store.locations import PathLike, locate
-from pytree_ckpt.store.roots import StepState
 from pytree_ckpt.verbs.load import load
 from pytree_ckpt.verbs.pending import PendingSave
 from pytree_ckpt.verbs.preemption import Preempted, listen
@@ -85,7 +84,7 @@ class CheckpointManager:
         for name, value in (("save_every", save_every), ("save_every_seconds", save_every_seconds)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, not {value!r}")
-        self._root = locate(root).path
+        self._root = locate(root)
         self._keep = keep
         self._names = StepNames(prefix=prefix, width=width)
         self._rotation = Rotation(self._root, self._names, keep)
@@ -174,7 +173,7 @@ class CheckpointManager:
         )
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._pending = pending = start_save(
-            self._root / self._names.name(number),
+            str(self._root / self._names.name(number)),
             tree,
             overwrite=replaces,
             base=self._base(number),
@@ -196,10 +195,11 @@ class CheckpointManager:
     def _is_busy(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
-    def _base(self, step: int) -> Path | None:
+    def _base(self, step: int) -> str | None:
         if not self._link_unchanged:
             return None
-        return roots.latest_whole(self._root, self._names, below=step)
+        found = health.latest_whole(self._root, self._names, below=step)
+        return None if found is None else str(found)
 
     def _check_order(self, step: int, *, overwrite: bool) -> bool:
         """Whether the step replaces one that is there.
@@ -207,7 +207,7 @@ class CheckpointManager:
         Raises:
             ExistsError: It may not, or there is a later one.
         """
-        steps = roots.committed_steps(self._root, self._names)
+        steps = self._root.committed_steps(self._names)
         in_the_way = [s for s in steps if s >= step and not self._is_marked(s)]
         if step in in_the_way and not overwrite:
             raise ExistsError(f"step {step} exists in {self._root}; overwrite=True replaces it")
@@ -249,7 +249,7 @@ class CheckpointManager:
         return self._rotation.decision(now=now)
 
     def _look(self) -> list[StepState]:
-        return roots.look(self._root, self._names)
+        return health.look(self._root, self._names)
 
     # --- restoring ------------------------------------------------------------------------------
 
@@ -292,8 +292,8 @@ class CheckpointManager:
         wanted = decided(what, lambda: self._candidates(step), timeout_s=timeout_s)
         return load_first_whole(
             [(number, self._root / self._names.name(number)) for number in wanted],
-            lambda path: load(
-                path,
+            lambda location: load(
+                str(location),
                 target,
                 mesh=mesh,
                 reshard=reshard,
@@ -311,7 +311,7 @@ class CheckpointManager:
 
     def _candidates(self, step: int | Literal["latest"]) -> list[int]:
         """Steps to try, in order; those marked as damaged only if asked for, or all are."""
-        steps = roots.committed_steps(self._root, self._names)[::-1]
+        steps = self._root.committed_steps(self._names)[::-1]
         whole = [s for s in steps if not self._is_marked(s)]
         if step != "latest":
             if checked_step(step) not in steps:
@@ -322,7 +322,7 @@ class CheckpointManager:
         return whole or steps
 
     def _is_marked(self, step: int) -> bool:
-        return roots.is_marked(self._root / self._names.name(step))
+        return health.is_marked(self._root / self._names.name(step))
 
     # --- deleting -------------------------------------------------------------------------------
 
@@ -337,14 +337,14 @@ class CheckpointManager:
         return self._decided("what to delete", lambda: self._rollback(step))
 
     def _rollback(self, step: int) -> list[int]:
-        steps = roots.committed_steps(self._root, self._names)
+        steps = self._root.committed_steps(self._names)
         if checked_step(step) not in steps:
             raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")
         later = [s for s in reversed(steps) if s > step]
-        roots.settle(self._root, self._names, [s for s in steps if s <= step])
+        self._root.settle(self._names, [s for s in steps if s <= step])
         for number in later:
             path = self._root / self._names.name(number)
-            if not roots.delete(path):
+            if not path.delete():
                 raise CheckpointError(f"step {number} is in use or a link, delete it first: {path}")
         return later
 

@@ -1,7 +1,6 @@
 """Read a manifest: all there is to know without devices, and without array data."""
 
 from pytree_ckpt.format.manifest import Manifest
-from pytree_ckpt.store import commit
 from pytree_ckpt.store.locations import PathLike, locate
 
 
@@ -12,4 +11,4 @@ def read_manifest(path: PathLike) -> Manifest:
         NotFoundError: No committed checkpoint is there.
         FormatError: The manifest is damaged, or (`NewerFormatError`) of a newer release.
     """
-    return commit.read_manifest(locate(path))
+    return locate(path).read_manifest()

@@ -2,20 +2,20 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
 from pytree_ckpt.jaxio.coordination import Session
-from pytree_ckpt.store import roots
+from pytree_ckpt.store import health
+from pytree_ckpt.store.locations import Location
 
 _LOG = logging.getLogger("pytree_ckpt")
 OnDamage = Literal["raise", "previous"]
 
 
 def load_first_whole(
-    steps: Sequence[tuple[int, Path]],
-    load_step: Callable[[Path], Any],
+    steps: Sequence[tuple[int, Location]],
+    load_step: Callable[[Location], Any],
     *,
     where: str,
     on_damage: OnDamage,
@@ -47,14 +47,14 @@ def load_first_whole(
         reason = "; ".join(damaged.values())
         _LOG.error("step %d, %s, is damaged and skipped: %s", number, path, reason)
         if session.process == 0:
-            roots.quarantine(path, reason)
+            health.quarantine(path, reason)
         text = f"step {number}: {reason}"
         trouble.append(Damage(path=None, kind="unreadable", text=text, file=str(path)))
     raise IntegrityError(trouble, note=f"No step of {where} is whole.")
 
 
 def _tried(
-    load_step: Callable[[Path], Any], number: int, path: Path
+    load_step: Callable[[Location], Any], number: int, path: Location
 ) -> tuple[Any, IntegrityError | FormatError | None]:
     try:
         return load_step(path), None

@@ -5,14 +5,14 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError
 from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.plan import retention
 from pytree_ckpt.plan.retention import Decision, Keep, StepInfo
-from pytree_ckpt.store import roots
-from pytree_ckpt.store.roots import StepState
+from pytree_ckpt.store import health
+from pytree_ckpt.store.health import StepState
+from pytree_ckpt.store.locations import Location
 
 _LOG = logging.getLogger("pytree_ckpt")
 
@@ -23,14 +23,14 @@ class Rotation:
     What cannot be deleted is logged: it must not cost the run the step that it saves.
     """
 
-    def __init__(self, root: Path, names: StepNames, keep: Keep | None) -> None:
+    def __init__(self, root: Location, names: StepNames, keep: Keep | None) -> None:
         self._root = root
         self._names = names
         self._keep = keep
 
     def decision(self, *, now: float | None = None) -> Decision:
         """What would be kept and deleted now, and why; nothing is deleted."""
-        states = roots.look(self._root, self._names)
+        states = health.look(self._root, self._names)
         moment = time.time() if now is None else now
         decision = self._decide(infos_of(states), _protected(states), moment)
         left = {s.step: s.trouble for s in states if s.trouble is not None}
@@ -42,11 +42,11 @@ class Rotation:
         Raises:
             OSError: The storage refused.
         """
-        roots.reclaim(self._root, self._names)
+        self._root.reclaim(self._names)
         if decision.dropped:
-            roots.settle(self._root, self._names, decision.kept)
+            self._root.settle(self._names, decision.kept)
         paths = {number: self._root / self._names.name(number) for number in decision.dropped}
-        return [number for number, path in paths.items() if not roots.delete(path)]
+        return [number for number, path in paths.items() if not path.delete()]
 
     def make_room(self, step: int) -> None:
         """Ahead of writing `step`, delete what will not be kept once it is there.
@@ -54,19 +54,19 @@ class Rotation:
         One good checkpoint always stays, and so do the best: `step` may yet fail.
         """
         with self._not_at_the_cost_of(step):
-            roots.reclaim(self._root, self._names)
+            self._root.reclaim(self._names)
             self._apply(step, {}, protect_last=True)
 
     def rotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """After the commit of `step`, delete what is not kept."""
         with self._not_at_the_cost_of(step):
-            roots.unmark(self._root / self._names.name(step))
+            health.unmark(self._root / self._names.name(step))
             self._apply(step, metrics, protect_last=False)
 
     def _apply(self, step: int, metrics: Mapping[str, float], *, protect_last: bool) -> None:
         if self._keep is None:
             return
-        states = roots.look(self._root, self._names)
+        states = health.look(self._root, self._names)
         infos = [info for info in infos_of(states) if info.step != step]
         protected = _protected(states) | {step: "just saved"}
         if protect_last and infos:
@@ -75,10 +75,10 @@ class Rotation:
         infos.append(StepInfo(step=step, created=now, metrics=metrics))
         decision = self._decide(infos, protected, now)
         if decision.dropped:
-            roots.settle(self._root, self._names, [n for n in decision.kept if n != step])
+            self._root.settle(self._names, [n for n in decision.kept if n != step])
         for number in decision.dropped:
             with self._not_at_the_cost_of(step):
-                if not roots.delete(self._root / self._names.name(number)):
+                if not (self._root / self._names.name(number)).delete():
                     _LOG.warning("step %d of %s is in use and stays", number, self._root)
 
     def _decide(self, infos: list[StepInfo], protected: Mapping[int, str], now: float) -> Decision:

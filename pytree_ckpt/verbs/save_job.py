@@ -4,14 +4,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, FormatError
 from pytree_ckpt.format import manifest_file, values, wire
 from pytree_ckpt.format.boxes import whole
-from pytree_ckpt.format.manifest import Manifest, TableRef
+from pytree_ckpt.format.manifest import Manifest, TableRef, data_dir
 from pytree_ckpt.format.paths import to_text
 from pytree_ckpt.jaxio import monitoring, processes
 from pytree_ckpt.jaxio.buffers import HostViews
@@ -21,7 +20,6 @@ from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan import agreement
 from pytree_ckpt.plan.saving import SavePlan, plan_save
 from pytree_ckpt.progress import showing
-from pytree_ckpt.store import commit
 from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location, PathLike, locate
@@ -75,7 +73,7 @@ class SaveJob:
                     described, self._plan, values.check_metadata(metadata), metrics, self._options
                 )
             if self._process == 0:
-                commit.check_free(self.location, overwrite=overwrite)
+                self.location.check_free(overwrite=overwrite)
             self._base = None if base is None else Base(locate(base), self.location)
             self._texts = [] if base is None else list(map(to_text, described.paths))
             self._views = HostViews(described)
@@ -118,13 +116,15 @@ class SaveJob:
     def _lead(self) -> Manifest:
         """As process 0: make the place, write, commit."""
         with (
-            commit.attempt(
-                self.location, overwrite=self._overwrite, needed_nbytes=self._needed_nbytes()
+            self.location.attempt(
+                overwrite=self._overwrite,
+                needed_nbytes=self._needed_nbytes(),
+                writers=processes.process_count(),
             ) as attempt,
             self._session.ends_by_failure(),  # before the data folder goes
         ):
             self._agree(attempt.nonce)
-            written = [self._write(attempt.folder)]
+            written = [self._write(attempt.nonce)]
             with self.clock.stage("wait"):
                 written += self._session.gather().values()
             complete = dataclasses.replace(
@@ -173,7 +173,7 @@ class SaveJob:
             nonce, place, wanted = self._session.hear()
         own = self._intent()
         trouble = None
-        if not commit.sees(self.location, nonce):
+        if not self.location.sees(nonce):
             trouble = (
                 f"{self.location} is not the folder {place} of process 0, which has data-{nonce} "
                 "in it; all processes must save to one path on storage that they share"
@@ -181,15 +181,15 @@ class SaveJob:
         self._session.report([trouble, None if agreement.fingerprint(own) == wanted else own])
         with self.clock.stage("wait"):
             self._session.hear()
-        self._session.report(self._write(commit.data_folder(self.location, nonce)))
+        self._session.report(self._write(nonce))
         with self.clock.stage("wait"):
             digest = self._session.hear()
-        manifest = commit.read_manifest(self.location)
+        manifest = self.location.read_manifest()
         if manifest.id != digest:
             raise CheckpointError(f"{self.location} was replaced as soon as it was saved")
         return manifest
 
-    def _write(self, folder: Path) -> tuple[int, bytes, int]:
+    def _write(self, nonce: str) -> tuple[int, bytes, int]:
         """Write what falls to this process: size and id of its table, bytes that are linked."""
         choice = False if self._process else self._options.progress
         nbytes = self._plan.nbytes
@@ -197,7 +197,7 @@ class SaveJob:
             _LOG.info("writing %s: %d bytes by this process", self.location, nbytes)
         with showing(f"saving {self.location}", choice) as progress:
             writer = Writer(
-                folder,
+                self.location / data_dir(nonce),
                 self._plan,
                 self._views,
                 process=self._process,
@@ -243,7 +243,7 @@ def _check_coverage(location: Location, manifest: Manifest) -> None:
     Raises:
         FormatError, IntegrityError: They have not.
     """
-    reader = CheckpointReader(location.path, manifest, verify=True, options=LoadOptions())
+    reader = CheckpointReader(location, manifest, verify=True, options=LoadOptions())
     _ = reader.index
     for leaf in manifest.leaves:
         if leaf.per_process:

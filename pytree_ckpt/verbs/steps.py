@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from pytree_ckpt.format.steps import StepNames
-from pytree_ckpt.store import roots
 from pytree_ckpt.store.locations import PathLike, locate
 
 
-def step_path(root: PathLike, step: int, *, prefix: str = "step_", width: int = 8) -> Path:
+def step_path(root: PathLike, step: int, *, prefix: str = "step_", width: int = 8) -> Path | str:
     """Where the checkpoint of a step is, or will be: `root/step_00001000`.
+
+    A `Path`; for a root in an object store its URL.
 
     Raises:
         ValueError: The step is negative or not an int, or the prefix leaves the root.
@@ -17,7 +18,8 @@ def step_path(root: PathLike, step: int, *, prefix: str = "step_", width: int = 
         >>> step_path("/runs/a", 12, prefix="ppo-", width=1).as_posix()
         '/runs/a/ppo-12'
     """
-    return locate(root).path / StepNames(prefix=prefix, width=width).name(step)
+    location = locate(root) / StepNames(prefix=prefix, width=width).name(step)
+    return location.path or str(location)
 
 
 def steps(root: PathLike, *, prefix: str = "step_", width: int = 8) -> list[int]:
@@ -29,7 +31,7 @@ def steps(root: PathLike, *, prefix: str = "step_", width: int = 8) -> list[int]
     Raises:
         OSError: The root cannot be read.
     """
-    return roots.committed_steps(locate(root).path, StepNames(prefix=prefix, width=width))
+    return locate(root).committed_steps(StepNames(prefix=prefix, width=width))
 
 
 def latest_step(root: PathLike, *, prefix: str = "step_", width: int = 8) -> int | None:

@@ -7,7 +7,7 @@ from pytree_ckpt.errors import NotFoundError
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.plan.retention import Decision, Keep
-from pytree_ckpt.store import roots
+from pytree_ckpt.store import health
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.verbs.rotation import Rotation
 
@@ -59,13 +59,13 @@ def survey(root: PathLike, *, names: StepNames | None = None) -> tuple[StepSumma
             manifest=state.manifest,
             note=state.trouble or ("a link" if state.is_link else ""),
         )
-        for state in roots.look(location.path, names)
+        for state in health.look(location, names)
     ]
     found += [
         StepSummary(
             step=step, name=names.name(step), status="being written" if busy else "unfinished"
         )
-        for step, busy in roots.unfinished(location.path, names)
+        for step, busy in location.unfinished(names)
     ]
     return tuple(sorted(found, key=lambda summary: summary.step))
 
@@ -106,7 +106,7 @@ def prune(
         (1, 2) [3]
     """
     location, names = _existing(root), names or StepNames()
-    rotation = Rotation(location.path, names, keep)
+    rotation = Rotation(location, names, keep)
     decision = rotation.decision()
     in_use = rotation.carry_out(decision) if delete else ()
     gone = [step for step in decision.dropped if delete and step not in in_use]
@@ -115,6 +115,6 @@ def prune(
 
 def _existing(root: PathLike) -> Location:
     location = locate(root)
-    if not location.path.is_dir():
+    if location.path is not None and not location.path.is_dir():
         raise NotFoundError(f"there is no folder at {location}")
     return location

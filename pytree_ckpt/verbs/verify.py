@@ -8,7 +8,7 @@ from pytree_ckpt.options import LoadOptions, Progress
 from pytree_ckpt.pictures.pages import damage_html
 from pytree_ckpt.pictures.text import count_text, size_text
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
-from pytree_ckpt.store import commit, contents
+from pytree_ckpt.store import contents
 from pytree_ckpt.store.locations import Location, PathLike, locate
 
 
@@ -77,17 +77,17 @@ def verify(
     """
     location = locate(path)
     try:
-        manifest, lock = commit.open_to_read(location)
+        manifest, held = location.open_to_read()
     except NewerFormatError:
         raise
     except FormatError as error:
         return _unreadable(location, str(error))
-    with lock:
+    with held:
         return _verify(location, manifest, quick, options or LoadOptions(), progress)
 
 
 def _unreadable(location: Location, text: str) -> VerifyReport:
-    damage = Damage(path=None, kind="metadata", text=text, file=str(location.path))
+    damage = Damage(path=None, kind="metadata", text=text, file=str(location))
     return VerifyReport(
         path=str(location),
         damage=(damage,),
@@ -107,13 +107,13 @@ def _verify(
     # TensorStore takes a third of a second to import, which a damaged manifest does not need.
     from pytree_ckpt.store.reading import CheckpointReader, Request
 
-    data = location.path / manifest.data_dir
+    data = location / manifest.data_dir
     damage = contents.wrong_metadata(data, manifest)
     unchecked: tuple[str, ...] = ()
     chunks = nbytes = 0
     try:
         reader = CheckpointReader(
-            location.path,
+            location,
             manifest,
             verify=True,
             options=options,
@@ -121,7 +121,7 @@ def _verify(
         )
         _ = reader.index
         if quick:
-            damage += contents.missing_files(data, manifest)
+            damage += contents.missing_files(data, manifest, data.sizes())
             unchecked = (f"the digests of {manifest.num_chunks} chunks, {manifest.nbytes} bytes",)
         else:
             requests = [Request(leaf=leaf, plan=plan) for leaf, plan in _plans(manifest)]

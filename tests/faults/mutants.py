@@ -123,18 +123,18 @@ IN_PLACE = """        with open(path / MANIFEST_FILE, "wb") as file:
             os.fsync(file.fileno())
         disk.fsync_dir(path)
         self.committed = True
-        reclaim(self.location)
+        reclaim(self.path)
         return
 """
 UNLINK = "        (path / MANIFEST_FILE).unlink(missing_ok=True)\n"
 SYNC = "    disk.fsync_dir(path)\n"
 REMOVE = "    if named is not None:\n        disk.remove_tree(path / named)\n"
 REMOVE_FIRST = "        if named is not None:\n            disk.remove_tree(path / named)\n"
-TABLE = "disk.write_new(contents.table_file(self._data, self._process), data)"
+TABLE = "contents.table_file(self._data, self._process).write_new(data)"
 SETTLE = """        if decision.dropped:
-            roots.settle(self._root, self._names, [n for n in decision.kept if n != step])
+            self._root.settle(self._names, [n for n in decision.kept if n != step])
 """
-NAMED = "if _named(self.location) in (self.folder.name, _UNKNOWN):"
+NAMED = "if _named(self.path) in (self.folder.name, _UNKNOWN):"
 
 
 def _rotation_1() -> Scenario:
@@ -146,7 +146,11 @@ ALL = [
     Mutant(
         name="the table is not synced",
         edits=[
-            (WRITING, TABLE, "contents.table_file(self._data, self._process).write_bytes(data)")
+            (
+                WRITING,
+                TABLE,
+                "contents.table_file(self._data, self._process).path.write_bytes(data)",
+            )
         ],
     ),
     Mutant(
@@ -177,7 +181,7 @@ ALL = [
     Mutant(name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]),
     Mutant(
         name="folders of linked files are not synced",
-        edits=[(WRITING, "disk.fsync_dir(self._folder(leaf))", "pass")],
+        edits=[(WRITING, "self._folder(leaf).sync()", "pass")],
         scenarios=[linked],
     ),
     Mutant(name="table and manifest before the data", make=data_after_the_commit),
@@ -193,7 +197,7 @@ ALL = [
     ),
     Mutant(
         name="leftovers are removed before what unnamed them is durable",
-        edits=[(COMMIT, "        disk.fsync_dir(location.path)\n", "")],
+        edits=[(COMMIT, "        disk.fsync_dir(path)\n        for name", "        for name")],
         campaigns=["restart"],
         scenarios=[overwrite],
     ),
