@@ -54,7 +54,7 @@ class Cluster:
                 found[connection.recv()] = connection
         self._connections = [found[index] for index in range(count)]
         for index in range(count):
-            assert self._answer(index) == "ready", self.logs[index].read_text()
+            assert self.answer(index) == "ready", self.logs[index].read_text()
 
     def _start(self, address: str, port: int, *rest: int) -> "subprocess.Popen[bytes]":
         with self.logs[rest[1]].open("wb") as log:
@@ -72,7 +72,7 @@ class Cluster:
 
     def end(self) -> list[Any]:
         """What each member returned, or how it `Failed`, or that it is `Dead`."""
-        return [self._answer(index) for index in range(len(self.members))]
+        return [self.answer(index) for index in range(len(self.members))]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call it, and wait for all."""
@@ -87,13 +87,17 @@ class Cluster:
             assert not isinstance(outcome, Dead), self.logs[index].read_text()
         return found
 
-    def _answer(self, index: int) -> Any:
+    def answer(self, index: int) -> Any:
+        """As `end`, of one member."""
         connection, member = self._connections[index], self.members[index]
         assert wait([connection], PATIENCE_S), f"process {index} does not answer"
         try:
             return connection.recv()
         except (EOFError, ConnectionResetError):
             return Dead(member.wait(PATIENCE_S))
+
+    def is_alive(self) -> bool:
+        return all(member.poll() is None for member in self.members)
 
     def close(self) -> None:
         for member in self.members:

@@ -1,6 +1,8 @@
 """Saves and loads by several processes, each with some of the devices."""
 
 import errno
+import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,9 @@ import numpy as np
 import pytest
 
 import pytree_ckpt as pc
+from pytree_ckpt.format import shardings as ckpt_shardings
+from pytree_ckpt.format.paths import Key
+from pytree_ckpt.plan.saving import ArrayForm, plan_save
 from pytree_ckpt.store import commit, writing
 from pytree_ckpt.verbs import manager
 from tests import stranger
@@ -469,3 +474,115 @@ def test_layers_that_two_processes_saved_load_as_a_stack_and_back(
 
 def test_a_run_of_two_processes_resumes(pair: Cluster, tmp_path: Path) -> None:
     pair.run(resume, str(tmp_path))
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+MIB = 1 << 20
+BOUND = 16 * MIB
+SLACK = 32 * MIB
+"""What libraries, threads and allocators take for themselves."""
+
+
+def costs(path: str, cut: int, copied: int) -> dict[str, float]:
+    """Bytes that this process writes and reads of some MiB cut by rows and some on each device."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    rows, everywhere = NamedSharding(mesh, P("all")), NamedSharding(mesh, P())
+
+    def put(mib: int, sharding: NamedSharding) -> jax.Array:
+        value = numbers(mib, (mib * MIB // 4096, 1024))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    tree = jax.block_until_ready({"cut": put(cut, rows), "copied": put(copied, everywhere)})
+    with Spent() as saving:
+        pc.save(path, tree, options=pc.SaveOptions(max_inflight_bytes=BOUND, threads=2))
+    with Spent() as loading:
+        found = pc.load(path, tree, options=pc.LoadOptions(max_inflight_bytes=BOUND, threads=2))
+    assert_same(found, tree)
+    return {
+        "written": saving.nbytes,
+        "read": loading.nbytes,
+        "saving": saving.peak,
+        "loading": loading.peak,
+    }
+
+
+class Spent:
+    """Bytes that the log tells of, and memory at its peak above what there was, within a block."""
+
+    def __enter__(self) -> "Spent":
+        self.nbytes, self.peak = 0, 0
+        self._handler = logging.Handler()
+        self._handler.emit = self._note  # type: ignore[method-assign]
+        self._logger = logging.getLogger("pytree_ckpt")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.DEBUG)
+        self._logger.addHandler(self._handler)
+        if os.access("/proc/self/clear_refs", os.W_OK):
+            Path("/proc/self/clear_refs").write_text("5")
+        self._before = status("VmRSS")
+        return self
+
+    def _note(self, record: logging.LogRecord) -> None:
+        if record.msg.startswith(("saved", "loaded")):
+            self.nbytes = record.args[2]  # type: ignore[index, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = status("VmHWM") - self._before
+        self._logger.removeHandler(self._handler)
+        self._logger.setLevel(self._level)
+
+
+def status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"no {field}")
+
+
+def test_work_and_memory_are_shared_out(pair: Cluster, tmp_path: Path) -> None:
+    pair.run(costs, str(tmp_path / "warm"), 4, 2)
+    found = pair.run(costs, str(tmp_path / "a"), 64, 32)
+    print(found)
+    for process in found:
+        assert process["written"] <= 1.2 * 96 * MIB / 2
+        assert process["read"] == (64 / 2 + 32) * MIB  # only what its devices hold
+        if os.access("/proc/self/clear_refs", os.W_OK):
+            assert process["saving"] <= BOUND + SLACK
+            assert process["loading"] <= (64 / 2 + 32) * MIB + BOUND + SLACK
+
+
+@pytest.mark.parametrize("processes", [2, 4, 16])
+def test_no_process_writes_more_than_its_share_of_a_replicated_state(processes: int) -> None:
+    mesh = ckpt_shardings.Mesh(
+        axis_names=("data",),
+        axis_sizes=(4 * processes,),
+        axis_types=("Auto",),
+        device_ids=tuple(range(4 * processes)),
+    )
+    replicated = ckpt_shardings.Named(mesh=mesh, spec=(), memory_kind=None)
+    shapes = [(50257, 768), (1024, 768), *[(768, 3072), (3072, 768), (768, 2304), (768,)] * 12]
+    forms = [
+        ArrayForm(kind="jax", dtype="float32", shape=shape, sharding=replicated) for shape in shapes
+    ]
+    plans = [
+        plan_save(
+            [(Key("list", at),) for at in range(len(forms))],
+            forms,
+            range(len(forms)),
+            process=process,
+            process_of={device: device // 4 for device in range(4 * processes)},
+            codec="raw",
+        )
+        for process in range(processes)
+    ]
+    written = [plan.nbytes for plan in plans]
+    total = sum(4 * int(np.prod(shape)) for shape in shapes)
+    assert sum(written) == total
+    assert max(written) <= 1.2 * total / processes
+    pieces = {p.spec(leaf).shard_shape for p in plans for leaf in p.array_leaf.tolist()}
+    assert all(4 * np.prod(piece) >= MIB / 1.5 for piece in pieces)

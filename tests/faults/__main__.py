@@ -4,9 +4,11 @@ import argparse
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.faults import shim
 
@@ -30,6 +32,7 @@ class Size:
     flips: int
     damage_stride: int
     mutated: int
+    phases: int
     examples: int
     steps: int
     soak_minutes: float
@@ -40,13 +43,13 @@ TINY = Size(
     kill_stride=29, torn_stride=61, replay_most=15, restart_stride=20, restart_most=4,
     disk_stride=67,
     power_stride=150, mutant_stride=5, mutant_most=150, mutant_all=False, race_steps=5, readers_s=2,
-    flips=20, damage_stride=7, mutated=200,
+    flips=20, damage_stride=7, mutated=200, phases=1,
     examples=1, steps=10, soak_minutes=0.1, train_kills=1,
 )  # fmt: skip
 SHORT = Size(
     kill_stride=6, torn_stride=11, replay_most=90, restart_stride=5, restart_most=8, disk_stride=17,
     power_stride=23, mutant_stride=3, mutant_most=250, mutant_all=False, race_steps=40, readers_s=8,
-    flips=150, damage_stride=1, mutated=10_000,
+    flips=150, damage_stride=1, mutated=10_000, phases=3,
     examples=10, steps=20, soak_minutes=0.4, train_kills=4,
 )  # fmt: skip
 FULL = Size(
@@ -54,12 +57,12 @@ FULL = Size(
     disk_stride=1,
     power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
     readers_s=60, flips=1000, damage_stride=1, mutated=50_000, examples=500, steps=50,
-    soak_minutes=2, train_kills=50,
+    soak_minutes=2, phases=8, train_kills=50,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
 CAMPAIGNS = (
     "kill", "torn", "replay", "restart", "disk", "tmpfs", "power", "damage", "hostile", "race",
-    "readers", "machine", "soak", "train-kill", "mutants",
+    "readers", "cluster", "machine", "soak", "train-kill", "mutants",
 )  # fmt: skip
 
 
@@ -188,6 +191,8 @@ def _campaigns(
         )
     elif name == "readers":
         yield "loads meanwhile", lambda: writers.readers(seconds=size.readers_s)
+    elif name == "cluster":
+        yield from _cluster_campaigns(size)
     elif name == "machine":
         yield (
             "state machine",
@@ -198,6 +203,25 @@ def _campaigns(
     elif name == "train-kill":
         missing = train.why_not()
         yield "examples/train.py", missing or (lambda: train.campaign(kills=size.train_kills))
+
+
+def _cluster_campaigns(size: Size) -> Iterator[tuple[str, Callable]]:
+    """Every fault of each of two processes; the phases that are tried are spread over the save."""
+    from tests.faults import cluster
+
+    clusters = cluster.Clusters()
+    with tempfile.TemporaryDirectory() as folder:
+        for fault in cluster.FAULTS:
+            for victim, who in enumerate(("process 0", "process 1")):
+                phases = [p for p in cluster.PHASES if not (victim and p in cluster.OF_PROCESS_0)]
+                stride = -(-len(phases) // size.phases)
+                yield (
+                    f"cluster: {fault} in {who}",
+                    lambda fault=fault, victim=victim, phases=phases[stride // 2 :: stride]: (
+                        cluster.campaign(clusters, Path(folder), fault, victim, phases)
+                    ),
+                )
+        clusters.close()
 
 
 class Table:

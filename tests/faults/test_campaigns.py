@@ -55,6 +55,11 @@ def test_of_several_writers_one_wins_and_readers_see_whole_checkpoints() -> None
 
 
 @needs_shim
+def test_what_befalls_one_process_of_a_cluster_is_known_to_all_and_commits_nothing() -> None:
+    assert "cluster: SIGSTOP in process 0" in outcome("cluster")
+
+
+@needs_shim
 def test_random_sequences_do_what_the_model_says() -> None:
     assert "state machine" in outcome("machine")
 
