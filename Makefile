@@ -70,6 +70,7 @@ bench-smoke: .venv-bench/.installed ## Try the benchmarks on tiny states
 	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --workload b --systems all
 	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --append \
 		--workload d-cols,planning,manifest --systems ours-sha256,limit-xxh3
+	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --append --workload async
 
 .PHONY: check
 check: .venv/.installed ## Check format, lint, types and the directions of imports

@@ -48,7 +48,11 @@ def draw(results: Results, place: str, path: Path) -> None:
 
 
 def _bars(results: Results, place: str, workload: str) -> list[str]:
-    measured = results.systems(place, workload)
+    measured = {
+        m["system"]
+        for m in results.measurements
+        if (m["place"], m["workload"]) == (place, workload) and m["verb"] in VERBS
+    }
     return [name for name, system in SYSTEMS.items() if name in measured and not system.is_limit]
 
 

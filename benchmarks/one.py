@@ -16,8 +16,10 @@ import os
 import re
 import resource
 import shutil
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,11 +30,14 @@ import workloads
 from systems import SYSTEMS, Adapter
 from workloads import Leaf, Workload
 
+SAVES, STEPS = 3, 5
+"""In the background of a loop, and steps that are timed without one."""
+
 
 def main() -> None:
     """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=("save", "load"))
+    parser.add_argument("verb", choices=("save", "load", "background"))
     parser.add_argument("--system", required=True, choices=SYSTEMS)
     parser.add_argument("--workload", required=True)
     parser.add_argument("--path", required=True, type=Path)
@@ -50,6 +55,8 @@ def main() -> None:
         _warm_up(adapter, workload, arguments.path.parent)
     if arguments.verb == "save":
         result = _save(adapter, workload, arguments.path)
+    elif arguments.verb == "background":
+        result = _background(adapter, workload, arguments.path)
     else:
         result = _load(adapter, workload, arguments.path, arguments.check)
     adapter.close()
@@ -80,6 +87,43 @@ def _load(adapter: Adapter, workload: Workload, path: Path, check: bool) -> dict
 
         result["amplification"] = amplification.by_device(path, target)
     return result
+
+
+def _background(adapter: Adapter, workload: Workload, path: Path) -> dict[str, Any]:
+    """How long a loop is blocked by saves in the background, and how long its steps take beside.
+
+    A step donates the state and makes the next, as an optimizer does.
+    """
+    import jax
+
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = workloads.build(workload)
+
+    def timed_step() -> float:
+        nonlocal state
+        started = time.perf_counter()
+        state = jax.block_until_ready(step(state))
+        return time.perf_counter() - started
+
+    timed_step()
+    alone = [timed_step() for _ in range(STEPS)]
+    blocked, beside, taken = [], [], []
+    for _ in range(SAVES):
+        started = time.perf_counter()
+        wait = adapter.start(path, state)
+        blocked.append(time.perf_counter() - started)
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while waiting.is_alive():
+            beside.append(timed_step())
+        taken.append(time.perf_counter() - started)
+        shutil.rmtree(path)
+    return {
+        "seconds": statistics.median(taken),
+        "blocked_s": statistics.median(blocked),
+        "step_s": statistics.median(alone),
+        "beside_s": statistics.median(beside),
+    }
 
 
 def _warm_up(adapter: Adapter, workload: Workload, folder: Path) -> None:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Verb = Literal["save", "load"]
+Verb = Literal["save", "load", "background"]
 VERBS: tuple[Verb, ...] = ("save", "load")
+"""What has seconds to compare; a save in the background is more than that."""
 
 
 @dataclass(slots=True, kw_only=True)

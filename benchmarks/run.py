@@ -32,7 +32,7 @@ from typing import Any
 import results as results_of
 import tables
 from limit import thread_count
-from results import VERBS, Results, Verb
+from results import Results, Verb
 from systems import SYSTEMS
 from workloads import MIB, Workload, workloads
 
@@ -130,7 +130,7 @@ def _measure_workload(
         turn = number * len(names) // arguments.rounds
         for name in names[turn:] + names[:turn]:
             path = scratch / "ckpt"
-            for verb in VERBS:
+            for verb in workload.verbs:
                 found = _one(arguments, verb, name, workload, path, check=number == 0)
                 where = {"place": place, "workload": workload.key, "system": name}
                 results.measurements.append({**where, "round": number, "verb": verb, **found})

@@ -30,6 +30,10 @@ class Adapter:
         """Save to a folder that does not exist; return when there is nothing left to wait for."""
         raise NotImplementedError
 
+    def start(self, path: Path, state: Any) -> Callable[[], object]:
+        """Save in the background; return once the state may be donated. The result waits."""
+        raise NotImplementedError
+
     def load(self, path: Path, target: Tree, *, reshard: bool) -> Tree | None:
         """The state as arrays on the shardings of `target`; None if nothing is placed."""
         raise NotImplementedError
@@ -44,11 +48,14 @@ class Ours(Adapter):
     def __init__(self, digest: str, compress: str | None = None) -> None:
         import pytree_ckpt as pc
 
-        self._save, self._load = pc.save, pc.load
+        self._save, self._load, self._save_async = pc.save, pc.load, pc.save_async
         self._options = pc.SaveOptions(digest=digest, compress=compress)
 
     def save(self, path: Path, state: Any) -> None:
         self._save(path, state, options=self._options)
+
+    def start(self, path: Path, state: Any) -> Callable[[], object]:
+        return self._save_async(path, state, options=self._options).result
 
     def load(self, path: Path, target: Tree, *, reshard: bool) -> Tree:
         return self._load(path, target, reshard=reshard)
@@ -63,8 +70,11 @@ class OrbaxV0(Adapter):
         self._checkpointer = ocp.StandardCheckpointer()
 
     def save(self, path: Path, state: Any) -> None:
+        self.start(path, state)()
+
+    def start(self, path: Path, state: Any) -> Callable[[], object]:
         self._checkpointer.save(path, state)
-        self._checkpointer.wait_until_finished()
+        return self._checkpointer.wait_until_finished
 
     def load(self, path: Path, target: Tree, *, reshard: bool) -> Tree:
         return self._checkpointer.restore(path, target)
@@ -109,6 +119,10 @@ class OrbaxV1(Adapter):
     def save(self, path: Path, state: Any) -> None:
         with self._context:
             self._ocp.save(path, state)
+
+    def start(self, path: Path, state: Any) -> Callable[[], object]:
+        with self._context:
+            return self._ocp.save_async(path, state).result
 
     def load(self, path: Path, target: Tree, *, reshard: bool) -> Tree:
         with self._context:

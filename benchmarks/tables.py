@@ -62,11 +62,14 @@ def show_workload(out: Console, results: Results, place: str, workload: str) -> 
         return
     state = results.states[workload]
     names = [name for name in SYSTEMS if name in measured]
+    title = f"({workload}) {state['title']} on {place}"
+    if results.scale != 1:
+        title += f", at scale {results.scale:g}"
+    if any(results.figures(place, workload, name, "background") for name in names):
+        out.print(_background_table(results, place, workload, names, title))
+        return
     for verb in VERBS:
-        title = f"({workload}) {state['title']}: {verb} on {place}"
-        if results.scale != 1:
-            title += f", at scale {results.scale:g}"
-        out.print(_verb_table(results, place, workload, verb, names, title))
+        out.print(_verb_table(results, place, workload, verb, names, f"{verb} {title}"))
     _show_stages(out, results, place, workload)
 
 
@@ -108,6 +111,34 @@ def _verb_table(
             _number(results.median(place, workload, name, verb, "cpu_s")),
             _mib(results.median(place, workload, name, verb, "peak_nbytes")),
             *_last(results, place, workload, verb, name),
+            style=_style(name),
+        )
+    return table
+
+
+def _background_table(
+    results: Results, place: str, workload: str, names: list[str], title: str
+) -> Table:
+    table = _table(
+        title, "system", "blocked ms", "min–max", "step ms", "beside a save", "slower", "saved in s"
+    )
+    for name in names:
+        blocked = results.figures(place, workload, name, "background", "blocked_s")
+        seconds, step, beside, middle = (
+            results.median(place, workload, name, "background", figure)
+            for figure in ("seconds", "step_s", "beside_s", "blocked_s")
+        )
+        if not (blocked and seconds and step and beside and middle):
+            table.add_row(SYSTEMS[name].label, "failed")
+            continue
+        table.add_row(
+            SYSTEMS[name].label,
+            f"{middle * 1e3:.1f}",
+            f"{min(blocked) * 1e3:.1f}–{max(blocked) * 1e3:.1f}",
+            f"{step * 1e3:.0f}",
+            f"{beside * 1e3:.0f}",
+            f"{beside / step:.2f}×",
+            f"{seconds:.2f}",
             style=_style(name),
         )
     return table

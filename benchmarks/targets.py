@@ -41,6 +41,7 @@ def judge(results: Results, place: str) -> list[Target]:
         *_small_leaves(results, place),
         *_peak(results, place),
         *_reads(results, place),
+        *_background(results, place),
         *_planning(results),
         *_manifest_only(results),
     ]
@@ -166,6 +167,38 @@ def _reads(results: Results, place: str) -> Iterator[Target]:
             unit="×",
             beside="" if by_device is None else f"{by_device:.2f}× with a process for each device",
         )
+
+
+def _background(results: Results, place: str) -> Iterator[Target]:
+    def median(system: str, figure: str) -> float | None:
+        return results.median(place, "async", system, "background", figure)
+
+    blocked = median(SHA, "blocked_s")
+    peers = {peer: median(peer, "blocked_s") for peer in ("orbax-v0", "orbax-v1")}
+    known = {peer: seconds for peer, seconds in peers.items() if seconds}
+    slower = [
+        f"{name} {beside / step:.2f}×"
+        for name in (SHA, *peers)
+        if (beside := median(name, "beside_s")) and (step := median(name, "step_s"))
+    ]
+    yield Target(
+        row="(async)",
+        what="sha256: a save in the background blocks the loop",
+        sign="≤",
+        bound=0.02,
+        figure=blocked,
+        unit=" s",
+        beside=", ".join(f"{peer} {seconds:.3f} s" for peer, seconds in known.items()),
+    )
+    yield Target(
+        row="(async)",
+        what="sha256: blocked, over orbax's least",
+        sign="≤",
+        bound=1.0,
+        figure=blocked / min(known.values()) if blocked and known else None,
+        unit="×",
+        beside="steps beside a save: " + ", ".join(slower),
+    )
 
 
 def _planning(results: Results) -> Iterator[Target]:

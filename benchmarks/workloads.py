@@ -45,7 +45,10 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A state. `systems` names those that are measured unless others are asked for; () is all."""
+    """A state. `systems` names those that are measured unless others are asked for; () is all.
+
+    `verbs` is what is measured of it.
+    """
 
     key: str
     title: str
@@ -53,6 +56,7 @@ class Workload:
     mesh: Axes = FOUR_BY_TWO
     target_mesh: Axes | None = None
     systems: tuple[str, ...] = field(default=())
+    verbs: tuple[str, ...] = field(default=("save", "load"))
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +80,7 @@ def workloads(scale: float = 1.0) -> dict[str, Workload]:
         _reshard_columns(scale),
         _lora(scale),
         _one_array(scale),
+        _in_the_background(scale),
     )
     return {workload.key: workload for workload in found}
 
@@ -197,6 +202,17 @@ def _lora(scale: float) -> Workload:
 def _one_array(scale: float) -> Workload:
     leaf = Leaf(path=("w",), shape=(_multiple(32768, scale, 8), 32768), spec=("data", "model"))
     return Workload(key="f", title="one array of 4 GiB", leaves=(leaf,))
+
+
+def _in_the_background(scale: float) -> Workload:
+    """The state of (b), saved while a loop goes on."""
+    return replace(
+        _gpt2(scale),
+        key="async",
+        title="GPT-2 small with Adam, saved in the background",
+        systems=("ours-sha256", "ours-xxh3", "orbax-v0", "orbax-v1"),
+        verbs=("background",),
+    )
 
 
 # --- arrays ---------------------------------------------------------------------------------

@@ -22,9 +22,16 @@ class PendingSave:
         self._finished = threading.Event()
         # Not a daemon: the interpreter waits for it before it exits.
         self._thread = threading.Thread(target=self._run, args=(work,), name="pytree_ckpt-async")
-        self._thread.start()
+        self._go_on = threading.Event()
+        try:
+            self._thread.start()
+        finally:
+            self._go_on.set()
 
     def _run(self, work: Callable[[], Manifest]) -> None:
+        # A thread that has started keeps the interpreter for a while (5 ms). It is the caller's
+        # turn: without this wait every save would block the loop for that long.
+        self._go_on.wait()
         try:
             self._manifest = work()
         except BaseException as error:  # noqa: BLE001 - raised by result(), or reported at exit
