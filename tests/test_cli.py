@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import termios
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,13 @@ from pytree_ckpt.cli.main import main
 from pytree_ckpt.store.disk import FolderLock
 from tests.conftest import make_mesh
 
+# Until click 8.2 a runner mixed the two streams unless it was told not to.
+APART = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
+
 
 def run(*args: object) -> Result:
     """A command in this process."""
-    return CliRunner().invoke(main, [str(arg) for arg in args])
+    return CliRunner(**APART).invoke(main, [str(arg) for arg in args])
 
 
 def run_json(*args: object) -> tuple[int, Any]:
@@ -332,7 +336,7 @@ def test_what_is_no_checkpoint_has_its_exit_code(command: str, unusable: tuple[P
         wanted = 1  # a damaged manifest is damage
     done = run(command, path)
     assert done.exit_code == wanted
-    assert str(path) in done.output
+    assert str(path) in done.stdout + done.stderr
     code, found = run_json(command, path)
     assert code == wanted
     errors = found["errors"] if command == "verify" else [found["error"]]
@@ -366,7 +370,8 @@ def test_no_name_reaches_the_terminal_as_a_command_or_as_markup(tmp_path: Path) 
     ]
     for command in commands:
         for options in ((), ("--json",)):
-            output = run(*command, *options).output
+            done = run(*command, *options)
+            output = done.stdout + done.stderr
             assert output
             assert not any(c in output for c in "\x1b\x07\u202e"), command
     assert "[bold red]:smile:[/]" in run("tree", tmp_path / "a").stdout
