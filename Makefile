@@ -72,6 +72,10 @@ bench-smoke: .venv-bench/.installed ## Try the benchmarks on tiny states
 		--workload d-cols,planning,manifest --systems ours-sha256,limit-xxh3
 	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --append --workload async
 
+.PHONY: docs
+docs: .venv/.installed ## Build the site of the documentation into build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 .PHONY: check
 check: .venv/.installed ## Check format, lint, types and the directions of imports
 	$(PY) -m ruff format --check

@@ -66,7 +66,7 @@ class LoadOptions:
         max_inflight_bytes: Bound on the bytes that are read but not yet placed on devices. A
             single request above it goes alone.
         threads: Threads that read and verify; `None` takes one for each processor.
-        progress: As in `SaveOptions`, for `load`.
+        progress: As in `SaveOptions`, for `load` and what else reads all of a checkpoint.
         timeout_s: With several processes, how long a manager that has restored a step waits for
             the others; see `SaveOptions.timeout_s`.
     """

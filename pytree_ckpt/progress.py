@@ -83,6 +83,7 @@ def _started(what: str) -> Any:
     # A console of its own, so that a live display of the caller stays possible.
     console = Console(file=sys.stderr, markup=False, highlight=False, emoji=False)
     bar = bars.Progress(*columns, console=console, transient=True)
+    what = "".join(c if c.isprintable() else "?" for c in what)
     # A long path would push the bar off the line; its end says more than its beginning.
     bar.add_task(what if len(what) <= 40 else f"{what[:9]}…{what[-30:]}", total=None)
     bar.start()

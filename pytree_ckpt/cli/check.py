@@ -18,14 +18,12 @@ def verify_command(ctx: click.Context, checkpoints: tuple[str, ...], quick: bool
     The exit code is 1 if something is damaged.
     """
     from pytree_ckpt.cli import documents, drawing
-    from pytree_ckpt.cli.progress import progress
     from pytree_ckpt.verbs.verify import verify
 
     reports, errors = [], []
     for path in checkpoints:
         try:
-            with progress(f"verifying {path}") as advance:
-                reports.append(verify(path, quick=quick, progress=advance))
+            reports.append(verify(path, quick=quick))
         except (CheckpointError, OSError) as error:
             say(error)
             errors.append(error)
@@ -47,10 +45,8 @@ def diff_command(ctx: click.Context, a: str, b: str) -> None:
     metadata. Chunks that have equal digests are not read. The exit code is 1 if anything differs.
     """
     from pytree_ckpt.cli import documents, drawing
-    from pytree_ckpt.cli.progress import progress
     from pytree_ckpt.verbs.diff import diff
 
-    with progress("comparing") as advance:
-        report = diff(a, b, progress=advance)
+    report = diff(a, b)
     emit(documents.of_diff(report), lambda: drawing.of_diff(report))
     ctx.exit(OK if report.same else FOUND)

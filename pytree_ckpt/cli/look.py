@@ -45,7 +45,6 @@ def show_command(checkpoint: str, leaf: str | None, stats: bool) -> None:
     Of a leaf: its chunks with digests, and which device held which slice, drawn.
     """
     from pytree_ckpt.cli import documents, drawing
-    from pytree_ckpt.cli.progress import progress
     from pytree_ckpt.verbs.inspect import inspect_leaf
     from pytree_ckpt.verbs.manifest import read_manifest
 
@@ -56,8 +55,7 @@ def show_command(checkpoint: str, leaf: str | None, stats: bool) -> None:
         emit(documents.of_manifest(manifest), lambda: drawing.of_manifest(manifest))
         return
     try:
-        with progress(f"reading {leaf}") as advance:
-            report = inspect_leaf(checkpoint, leaf, statistics=stats, progress=advance)
+        report = inspect_leaf(checkpoint, leaf, statistics=stats)
     except KeyError as error:
         raise NotFoundError(error.args[0]) from None
     emit(documents.of_leaf(report), lambda: drawing.of_leaf(report))

@@ -10,6 +10,7 @@ from pytree_ckpt.pictures.pages import differences_html
 from pytree_ckpt.pictures.text import count_text
 from pytree_ckpt.plan import diffing
 from pytree_ckpt.plan.diffing import Difference, Pair, ValueDifference
+from pytree_ckpt.progress import showing
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.verbs.checkpoint import Checkpoint
 
@@ -57,7 +58,6 @@ def diff(
     b: PathLike,
     *,
     options: LoadOptions | None = None,
-    progress: Progress | None = None,
 ) -> DiffReport:
     """Say all that differs between two checkpoints: structure, types, layout, values, metadata.
 
@@ -67,8 +67,7 @@ def diff(
 
     Args:
         a, b: The checkpoints.
-        options: Memory bound and threads.
-        progress: Is told how many bytes are compared.
+        options: Memory bound, threads and progress.
 
     Raises:
         NotFoundError, FormatError: One is no checkpoint.
@@ -90,7 +89,8 @@ def diff(
         differences, pairs = diffing.compare_manifests(one.manifest, other.manifest)
         differences += _per_process(one, other)
         unlike, equal = _unlike(one, other, pairs)
-        found = _read(one, other, unlike, settings, progress)
+        with showing("comparing", settings.progress) as progress:
+            found = _read(one, other, unlike, settings, progress)
     differences += [
         Difference(path=path, kind="values", a=None, b=None, values=value)
         for path, value in found.items()

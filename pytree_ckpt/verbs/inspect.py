@@ -11,6 +11,7 @@ from pytree_ckpt.format.boxes import Box, Grid
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.options import LoadOptions, Progress
 from pytree_ckpt.plan.statistics import Statistics, statistics_of
+from pytree_ckpt.progress import showing
 from pytree_ckpt.store.locations import PathLike
 from pytree_ckpt.verbs.checkpoint import Checkpoint
 
@@ -43,7 +44,7 @@ class LeafReport:
 
 
 def inspect_leaf(
-    path: PathLike, leaf: str, *, statistics: bool = False, progress: Progress | None = None
+    path: PathLike, leaf: str, *, statistics: bool = False, options: LoadOptions | None = None
 ) -> LeafReport:
     """Report on the leaf whose path has the text `leaf`.
 
@@ -51,7 +52,7 @@ def inspect_leaf(
         path: The checkpoint.
         leaf: The leaf.
         statistics: Read, and verify, the array for its statistics, in bounded memory.
-        progress: Is told how many bytes are read.
+        options: Memory bound, threads and progress.
 
     Raises:
         KeyError: No such leaf.
@@ -66,12 +67,14 @@ def inspect_leaf(
         >>> report.statistics.mean, [str(chunk.box) for chunk in report.chunks]
         (2.5, ['[0:6]'])
     """
-    with Checkpoint(path, verify=True, options=LoadOptions()) as checkpoint:
+    settings = options or LoadOptions()
+    with Checkpoint(path, verify=True, options=settings) as checkpoint:
         found = checkpoint.leaf(leaf)
         spec = found.spec
         numbers = None
         if statistics and spec is not None and spec.kind != "key":
-            numbers = statistics_of(_parts(checkpoint, found, spec, progress))
+            with showing(f"reading {found.text}", settings.progress) as progress:
+                numbers = statistics_of(_parts(checkpoint, found, spec, progress))
         return LeafReport(
             leaf=found,
             values=tuple(checkpoint[leaf]) if found.per_process else (),

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
 from pytree_ckpt.format.manifest import Leaf, Manifest
-from pytree_ckpt.options import LoadOptions, Progress
+from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.pictures.pages import damage_html
 from pytree_ckpt.pictures.text import count_text, size_text
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
+from pytree_ckpt.progress import showing
 from pytree_ckpt.store import contents
 from pytree_ckpt.store.locations import Location, PathLike, locate
 
@@ -52,15 +53,13 @@ def verify(
     *,
     quick: bool = False,
     options: LoadOptions | None = None,
-    progress: Progress | None = None,
 ) -> VerifyReport:
     """Check every digest of a checkpoint, in bounded memory.
 
     Args:
         path: The checkpoint.
         quick: Look only at the manifest, the tables, and which files are there with what size.
-        options: Memory bound and threads.
-        progress: Is told how many bytes are checked.
+        options: Memory bound, threads and progress.
 
     Raises:
         NotFoundError: No committed checkpoint is there.
@@ -83,7 +82,7 @@ def verify(
     except FormatError as error:
         return _unreadable(location, str(error))
     with held:
-        return _verify(location, manifest, quick, options or LoadOptions(), progress)
+        return _verify(location, manifest, quick, options or LoadOptions())
 
 
 def _unreadable(location: Location, text: str) -> VerifyReport:
@@ -98,11 +97,7 @@ def _unreadable(location: Location, text: str) -> VerifyReport:
 
 
 def _verify(
-    location: Location,
-    manifest: Manifest,
-    quick: bool,
-    options: LoadOptions,
-    progress: Progress | None,
+    location: Location, manifest: Manifest, quick: bool, options: LoadOptions
 ) -> VerifyReport:
     # TensorStore takes a third of a second to import, which a damaged manifest does not need.
     from pytree_ckpt.store.reading import CheckpointReader, Request
@@ -112,24 +107,26 @@ def _verify(
     unchecked: tuple[str, ...] = ()
     chunks = nbytes = 0
     try:
-        reader = CheckpointReader(
-            location,
-            manifest,
-            verify=True,
-            options=options,
-            on_read=progress and (lambda nbytes: progress(nbytes, manifest.nbytes)),
-        )
-        _ = reader.index
-        if quick:
-            damage += contents.missing_files(data, manifest, data.sizes())
-            unchecked = (f"the digests of {manifest.num_chunks} chunks, {manifest.nbytes} bytes",)
-        else:
-            requests = [Request(leaf=leaf, plan=plan) for leaf, plan in _plans(manifest)]
-            try:
-                for _group in reader.read(requests):
-                    pass
-            finally:
-                chunks, nbytes = reader.stats.chunks, reader.stats.nbytes
+        with showing(f"verifying {location}", options.progress) as progress:
+            reader = CheckpointReader(
+                location,
+                manifest,
+                verify=True,
+                options=options,
+                on_read=progress and (lambda nbytes: progress(nbytes, manifest.nbytes)),
+            )
+            _ = reader.index
+            if quick:
+                damage += contents.missing_files(data, manifest, data.sizes())
+                what = f"the digests of {manifest.num_chunks} chunks, {manifest.nbytes} bytes"
+                unchecked = (what,)
+            else:
+                requests = [Request(leaf=leaf, plan=plan) for leaf, plan in _plans(manifest)]
+                try:
+                    for _group in reader.read(requests):
+                        pass
+                finally:
+                    chunks, nbytes = reader.stats.chunks, reader.stats.nbytes
     except IntegrityError as error:
         damage += error.damage
     except FormatError as error:
