@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pytree_ckpt.format.manifest import Manifest
     from pytree_ckpt.format.per_process import PerProcess
     from pytree_ckpt.interop.npz import export_npz, import_npz
+    from pytree_ckpt.interop.orbax import import_orbax
     from pytree_ckpt.interop.safetensors import export_safetensors, import_safetensors
     from pytree_ckpt.options import LoadOptions, SaveOptions
     from pytree_ckpt.plan.layouts import Layout
@@ -78,6 +79,7 @@ __all__ = [
     "export_npz",
     "export_safetensors",
     "import_npz",
+    "import_orbax",
     "import_safetensors",
     "latest_step",
     "load",
@@ -100,6 +102,7 @@ _HOME = {
     **dict.fromkeys(("load",), ("verbs.load", None)),
     **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),
     **dict.fromkeys(("export_npz", "import_npz"), ("interop.npz", None)),
+    "import_orbax": ("interop.orbax", None),
     **dict.fromkeys(("export_safetensors", "import_safetensors"), ("interop.safetensors", None)),
     "PendingSave": ("verbs.pending", None),
     **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
