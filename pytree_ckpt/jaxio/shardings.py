@@ -1,6 +1,7 @@
 """JAX shardings to plain data and back."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ def describe(sharding: Any, shape: Shape) -> Sharding:
     return _tiled(sharding, shape)
 
 
+@functools.lru_cache(maxsize=16)
 def describe_mesh(mesh: Any) -> Mesh:
     """The plain form of a concrete mesh."""
     if not all(isinstance(name, str) for name in mesh.axis_names):

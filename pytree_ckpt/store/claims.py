@@ -19,7 +19,7 @@ from pytree_ckpt.plan.windows import Window
 from pytree_ckpt.store import contents
 from pytree_ckpt.store.locations import Location
 
-_TRUSTED_NBYTES = 64 << 20
+TRUSTED_NBYTES = 64 << 20
 """Claims up to this size are not looked into: whoever reads finds out what is missing."""
 _MOST_PER_STORED = {"raw": 2, "zstd": 1 << 15}
 """Bytes that a stored byte may claim. raw: half of the files may be lost, then their chunks are
@@ -38,7 +38,7 @@ def check_unit(
         IntegrityError: The files are too small for it.
     """
     nbytes = sum(read.nbytes for read in unit.reads)
-    if nbytes <= _TRUSTED_NBYTES or data.path is None:
+    if nbytes <= TRUSTED_NBYTES or data.path is None:
         return
     stored: dict[str, int] = {}
     most_per_stored, packed = 1, False
@@ -115,7 +115,7 @@ def _check_sum(
     stored: Mapping[str, int], nbytes: int, most_per_stored: int, leaf: str | None
 ) -> None:
     total = sum(stored.values())
-    if nbytes > max(_TRUSTED_NBYTES, most_per_stored * total):
+    if nbytes > max(TRUSTED_NBYTES, most_per_stored * total):
         where = "a packed array" if leaf is None else leaf or "(root)"
         text = f"{where} has {nbytes} bytes by its manifest, and its files have {total}"
         raise _damaged(text, leaf, None)

@@ -50,17 +50,14 @@ class _Pending:
     layout: placing.Layout | None
     boxes: list[Any]
     shards: list[Any]
+    by_shard: bool
+    """Whether shards go to their devices one by one, because the array is large."""
     left: int
 
     @property
     def wanted(self) -> Sequence[Box]:
         """The distinct boxes of the array that this process holds."""
         return [whole(self.spec.shape)] if self.layout is None else self.layout.boxes
-
-    @property
-    def by_shard(self) -> bool:
-        """Whether shards go to their devices one by one, because the array is large."""
-        return self.layout is not None and self.spec.nbytes > _PLACE_WHOLE_NBYTES
 
 
 _PLACE_WHOLE_NBYTES = 64 << 20
@@ -132,6 +129,7 @@ class Assembly:
             layout=layout,
             boxes=[None] * count,
             shards=[None] * (len(layout.places) if layout else 0),
+            by_shard=layout is not None and spec.nbytes > _PLACE_WHOLE_NBYTES,
             left=count,
         )
         self._pending.append(pending)
