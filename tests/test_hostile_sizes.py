@@ -225,6 +225,7 @@ def test_a_chunk_that_decodes_to_far_more_than_it_should_takes_no_memory(tmp_pat
 PLANTED = {
     "data": lambda data: data / "arrays",
     "array": lambda data: data / "arrays" / "large",
+    "packed array": lambda data: data / "packed" / "00000",
     "packed data": lambda data: data / "packed",
     "tables": lambda data: data / "tables",
     "temporary manifest": lambda data: data.parent / f"manifest.{data.name[5:]}.tmp",

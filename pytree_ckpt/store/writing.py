@@ -105,6 +105,8 @@ class Writer:
     def _write_shards(self) -> tuple[Rows, Rows]:
         plan = self._plan
         rows = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
+        if plan.packed is not None:
+            contents.packed_folder(self._data, self._process).make_folder()
         with Workers(self._threads, "pytree_ckpt-save") as pool:
             describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
             pending = {}
@@ -158,6 +160,8 @@ class Writer:
 
     def _open_leaf(self, leaf: int) -> ts.TensorStore:
         plan = self._plan
+        # Here, because TensorStore would follow a link in its place.
+        self._folder(leaf).make_folder()
         return arrays.open_leaf(
             self._data, plan.names[leaf], plan.spec(leaf), self._ctx, write=True
         )
@@ -199,7 +203,6 @@ class Writer:
             return None
         found = self._digests(spec, source)
         with self._clock.stage("link"):
-            self._folder(leaf).make_folder()
             if not base.link(twin, shard, source, found, self._folder(leaf)):
                 return None
         with self._lock:
