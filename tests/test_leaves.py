@@ -726,3 +726,12 @@ def test_a_source_that_is_changed_after_the_save_does_not_change_the_checkpoint(
     loaded = pc.load(tmp_path / "ckpt")
     np.testing.assert_array_equal(loaded["host"], before, strict=True)
     np.testing.assert_array_equal(loaded["device"], before, strict=True)
+
+
+def test_thousands_of_small_leaves_are_a_few_files(tmp_path: Path) -> None:
+    """A file, and a sync, for each would take many seconds."""
+    layer = {"scale": jnp.ones(4), "bias": jnp.zeros(4), "count": jnp.int32(3)}
+    state = {f"layer_{number:04d}": layer for number in range(500)}
+    pc.save(tmp_path, state)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= 4
+    assert_same(pc.load(tmp_path, state), state)

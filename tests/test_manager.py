@@ -651,6 +651,28 @@ def test_leftovers_of_dead_saves_and_deletions_are_reclaimed_by_the_next_save(
     assert pc.steps(tmp_path) == [3, 4, 7]
 
 
+def test_leftovers_of_any_name_stop_no_save_of_that_step(tmp_path: Path) -> None:
+    """Of this library and of others, with read-only files, in the step's place and beside it."""
+    place = pc.step_path(tmp_path, 30000)
+    beside = [f"{place.name}{end}" for end in (".orbax-checkpoint-tmp-0", ".tmp", "-tmp", "~")]
+    dead = f"data-{'0' * 32}"
+    for folder in (*(tmp_path / name for name in beside), place / dead, place / "tmp"):
+        folder.mkdir(parents=True)
+        (folder / "junk").write_text("junk")
+        (folder / "junk").chmod(0o444)
+    (place / f"manifest.{'0' * 32}.tmp").write_text("half a manifest")
+    manager = save_steps(tmp_path, 30000)
+    assert manager.steps() == [30000]
+    assert restored(manager) == 30000
+    assert sorted(os.listdir(tmp_path)) == sorted([place.name, *beside])
+    assert set(os.listdir(place)) == {
+        "manifest.msgpack",
+        data_folder(tmp_path, 30000).name,
+        "tmp",  # somebody else's
+    }
+    assert not list(data_folder(tmp_path, 30000).rglob("junk"))
+
+
 def test_a_save_of_another_process_is_no_leftover(tmp_path: Path, gate: Gate) -> None:
     """Here of another manager: what counts is the lock on the data folder."""
     slow = pc.save_async(pc.step_path(tmp_path, 5), state(5))

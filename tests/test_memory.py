@@ -111,6 +111,10 @@ PEAKS = """
         pc.save(folder + "/raw", state, options=save, overwrite=True)
     print("save_again", peak.mib)
 
+    with Peak() as peak:
+        pc.save_async(folder + "/async", state, options=save).result()
+    print("save_async", peak.mib)
+
     def loaded(name, sharding, dtype=np.float32, **options):
         target = {
             key: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
@@ -166,7 +170,7 @@ PEAKS = """
 def test_a_save_and_a_load_take_little_more_than_the_state(folder: Path) -> None:
     state, constant = 256, 32
     mib = run(PEAKS, folder)
-    for name in ("save_raw", "save_again", "save_zstd"):
+    for name in ("save_raw", "save_again", "save_async", "save_zstd"):
         assert mib[name] <= 0.25 * state + constant, name
     for name in ("load_rows", "load_columns", "load_one"):
         assert state * 0.9 <= mib[name] <= 1.25 * state + constant, name
