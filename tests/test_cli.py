@@ -412,6 +412,50 @@ def test_help_and_version_need_neither_jax_nor_tensorstore_nor_numpy() -> None:
     assert pc.__version__ in installed("--version").stdout
 
 
+INTERRUPTED = """
+import os, signal, threading
+from pytree_ckpt.cli.main import main
+from pytree_ckpt.store.reading import CheckpointReader
+
+check, sent = CheckpointReader._check, threading.Event()
+
+def interrupting(self, *args):
+    if not sent.is_set():
+        sent.set()
+        os.kill(os.getpid(), signal.SIGINT)
+    check(self, *args)
+
+CheckpointReader._check = interrupting
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["verify", "show"])
+def test_ctrl_c_ends_a_command_with_its_exit_code(good: Path, command: str) -> None:
+    arguments = [str(good), *(["params/dense/kernel", "--stats"] if command == "show" else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, command, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_leaves_no_half_of_a_report(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.html").write_text("the old one")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    assert run("report", good, "-o", tmp_path / "a.html").exit_code == 130
+    assert (tmp_path / "a.html").read_text() == "the old one"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_closed_pipe_is_quiet(good: Path) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pytree_ckpt as pc
+from tests import flips
 
 Codec = Literal["zstd"] | None
 
@@ -71,6 +72,10 @@ def test_a_flipped_bit_anywhere_is_found_and_the_leaf_named(checkpoint: Path) ->
                 assert {str(d.path).split("/")[0] for d in report.damage} <= {"small"}
     assert harmless < 24
     assert pc.verify(checkpoint).ok
+
+
+def test_a_flip_is_reported_as_damage_of_its_leaf_alone(tmp_path: Path) -> None:
+    assert flips.wrongly_reported(tmp_path / "ckpt", count=50, seed=1) == []
 
 
 @pytest.mark.parametrize("quick", [False, True])

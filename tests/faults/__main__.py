@@ -182,6 +182,10 @@ def _campaigns(
                     judge, kind, flips=size.flips, stride=size.damage_stride
                 ),
             )
+        yield (
+            "damage: verify names the leaf of a flip",
+            lambda: damage.verify_campaign(judge, flips=size.flips),
+        )
     elif name == "hostile":
         yield "hostile: mutated metadata", lambda: hostile.campaign(mutated=size.mutated)
     elif name == "race":

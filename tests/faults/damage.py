@@ -16,6 +16,7 @@ import pytree_ckpt as pc
 from tests.faults import children
 from tests.faults.judge import Judge, Tally
 from tests.faults.scenarios import content, is_content, path_of, state
+from tests.flips import wrongly_reported
 
 Kind = Literal["raw", "zstd", "packed"]
 KINDS: tuple[Kind, ...] = ("raw", "zstd", "packed")
@@ -51,6 +52,23 @@ def _damage(folder: Path, kind: Kind, flips: int, stride: int) -> Tally:
                 elif outcome not in ("exact", "named"):
                     tally.wrong("failed", f"{kind}: {label}: {outcome}")
         tally.points += 1
+    return tally
+
+
+def verify_campaign(judge: Judge, *, flips: int) -> Tally:
+    """Flip bits in the data of leaves; `verify` must name the leaf of each."""
+    folder = children.scratch()
+    try:
+        return judge.call(_verify, folder / "ckpt", flips)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verify(path: Path, flips: int) -> Tally:
+    tally = Tally()
+    for wrong in wrongly_reported(path, count=flips, seed=0):
+        tally.wrong("silent", wrong)
+    tally.points = flips
     return tally
 
 
