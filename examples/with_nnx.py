@@ -51,10 +51,11 @@ def run(root: Path, steps: int) -> Any:
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     with pc.CheckpointManager(root, keep=pc.Keep(last=2), save_every=2) as manager:
-        if manager.latest_step() is not None:
+        first = manager.latest_step() or 0
+        if first:
             # The state is a pytree of arrays: parameters, moments, random streams.
             nnx.update((model, optimizer), manager.restore(nnx.state((model, optimizer))))
-        for step in range(int(optimizer.step[...]), steps):
+        for step in range(first, steps):
             train_step(model, optimizer, *batch(step))
             manager.save(step + 1, nnx.state((model, optimizer)))
     return nnx.state((model, optimizer))
