@@ -47,10 +47,10 @@ def test_weights_alone_say_that_no_run_can_resume_from_them(tmp_path: Path) -> N
     pc.require(tmp_path / "c", params=True)
     assert lines_of(tmp_path / "c", **RESUME) == [
         f"{tmp_path / 'c'} lacks 4 of 5 required parts",
-        "  opt_state  nothing matches 'opt_state/**'",
-        "  rng  nothing matches 'rng/**'",
-        "  step  nothing matches 'step/**'",
-        "  data  nothing matches 'data/**'",
+        "  opt_state  nothing matches 'opt_state'",
+        "  rng  nothing matches 'rng'",
+        "  step  nothing matches 'step'",
+        "  data  nothing matches 'data'",
         "It holds nothing but params: load with partial=True takes that, for inference or to "
         "start from, but no run can resume from it.",
     ]
@@ -63,15 +63,15 @@ def test_what_is_missing_comes_with_what_is_nearest(tmp_path: Path) -> None:
         {"train": {"opt_state": state["opt_state"]}, "params": PARAMS, "rngs": state["rng"]},
     )
     assert lines_of(manifest, params=True, opt_state=True, rng=True)[1:] == [
-        "  opt_state  nothing matches 'opt_state/**' (nearest: train/opt_state)",
-        "  rng  nothing matches 'rng/**' (nearest: rngs)",
+        "  opt_state  nothing matches 'opt_state' (nearest: train/opt_state)",
+        "  rng  nothing matches 'rng' (nearest: rngs)",
         "It has params; load with partial=True takes what a target asks for.",
     ]
 
 
 def test_parts_may_lie_anywhere(tmp_path: Path) -> None:
     manifest = pc.save(tmp_path / "c", {"a/b": {"1": 5}, "model": [PARAMS, PARAMS]})
-    pc.require(manifest, ema="model/1/**", params="model/0/**", step="a%2Fb/'1'")
+    pc.require(manifest, ema="model/1", params="model/0/**", step="a%2Fb/'1'")
     pc.require(manifest, params=["model/*/dense/w", "model/*/dense/b"])
     found = lines_of(manifest, params=["model/*/dense/w", "model/*/dense/c"], step="a/b/1")
     assert found[0] == "the checkpoint lacks 2 of 2 required parts"
@@ -82,7 +82,7 @@ def test_parts_may_lie_anywhere(tmp_path: Path) -> None:
 def test_an_optimizer_without_leaves_is_there_and_none_is_not(tmp_path: Path) -> None:
     manifest = pc.save(tmp_path / "c", {**full(optax.sgd(0.1)), "rng": None})
     pc.require(manifest, opt_state=True, rng=False)
-    assert lines_of(manifest, rng=True)[1] == "  rng  nothing matches 'rng/**': rng is None"
+    assert lines_of(manifest, rng=True)[1] == "  rng  nothing matches 'rng': rng is None"
 
 
 @pytest.mark.parametrize("parts", [{}, {"rng": False}, {"rng": 3}, {"rng": []}, {"rng": "a//b"}])

@@ -101,9 +101,10 @@ def _kinds(path: Path) -> str:
 
 def _containers(saved: Restructured, wanted: Tree, *, partial: bool) -> list[Mismatch]:
     """Empty containers and Nones, which no leaf path shows."""
-    if saved.tree == wanted:
+    if saved.containers == wanted:
         return []
-    have, want = saved.empties, wanted.empties()
+    have = saved.containers.empties() if isinstance(saved.containers, Tree) else saved.containers
+    want = wanted.empties()
     found = []
     for path, kind in want.items():
         if have.get(path) != kind and not partial:

@@ -9,7 +9,8 @@ from pytree_ckpt.format.paths import to_text
 from pytree_ckpt.plan import patterns
 
 Part = bool | str | Sequence[str]
-"""True for the key that the part is named after, else patterns of paths; False for no matter."""
+"""True for the key that the part is named after, else patterns of the paths of leaves, or of
+containers that have some; False for no matter."""
 
 
 def require_parts(manifest: Manifest, parts: Mapping[str, Part], *, what: str) -> None:
@@ -28,7 +29,7 @@ def require_parts(manifest: Manifest, parts: Mapping[str, Part], *, what: str) -
     found: dict[str, set[str]] = {}
     wrong: list[Mismatch] = []
     for name, texts in wanted.items():
-        taken = {text: patterns.parse(text) for text in texts}
+        taken = {t: patterns.parse(t if t.endswith("**") else f"{t}/**") for t in texts}
         hits = {
             text: {end for end in ends if pattern.match(end) is not None}
             for text, pattern in taken.items()
@@ -47,7 +48,7 @@ def require_parts(manifest: Manifest, parts: Mapping[str, Part], *, what: str) -
 
 def _patterns(name: str, part: Part) -> Sequence[str]:
     if part is True:
-        return [f"{name}/**"]
+        return [name]
     texts = [part] if isinstance(part, str) else part
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"{name} must be True, False, a pattern or a list of them, not {part!r}")

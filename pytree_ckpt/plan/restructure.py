@@ -1,7 +1,8 @@
 """What a load sees of a checkpoint: its leaves, or what rules make of them.
 
-Each rule takes leaves by a pattern of their saved paths and says where they go. At most one rule
-takes a leaf; all are applied at once, so that two paths can be swapped.
+Each rule takes leaves by a pattern of their saved paths, or of a container that they are in, and
+says where they go. A leaf goes by the first rule that takes it; all rules are applied at once, so
+that two paths can be swapped.
 """
 
 import dataclasses
@@ -12,12 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pytree_ckpt.errors import Mismatch, MismatchError
-from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import Path, key_from_text, to_text
-from pytree_ckpt.format.shardings import Named, Sharding, Tiled, cell_of
 from pytree_ckpt.format.trees import NodeKind, Tree, from_ends
-from pytree_ckpt.plan import patterns
+from pytree_ckpt.plan import patterns, stacking
 from pytree_ckpt.plan.patterns import Pattern
 
 Verb = Literal["rename", "stack", "unstack"]
@@ -58,14 +57,12 @@ class Restructured:
 
     Attributes:
         sources: The leaves.
-        empties: Nodes without leaves, by path: None, and empty containers.
-        tree: The containers; None where a target has them.
+        containers: The tree; for a target, which has its own, only nodes without leaves, by path.
         moved: What rules made.
     """
 
     sources: tuple[Source, ...]
-    empties: Mapping[Path, NodeKind]
-    tree: Tree | None
+    containers: Tree | Mapping[Path, NodeKind]
     moved: tuple[Source, ...] = ()
 
     def __str__(self) -> str:
@@ -92,8 +89,13 @@ class _Rule:
         at = self.left.wildcards.index("{}")
         return (*found[:at], *found[at + 1 :]), found[at]
 
+    @property
+    def name(self) -> str:
+        """The left side without what stands for all below it."""
+        return self.left.text.removesuffix("/**")
+
     def wrong(self, text: str, *, path: str | None = None) -> Mismatch:
-        where = self.left.text if path is None else path
+        where = self.name if path is None else path
         return Mismatch(path=where, kind="rule", text=f"{self.verb}: {text}")
 
 
@@ -120,7 +122,7 @@ def restructure(
     ]
     if not rules:
         sources = tuple(Source(leaf=leaf, parts=(leaf,)) for leaf in manifest.leaves)
-        return Restructured(sources=sources, empties=manifest.tree.empties(), tree=manifest.tree)
+        return Restructured(sources=sources, containers=manifest.tree)
     return _Restructuring(manifest, rules, like).run()
 
 
@@ -133,7 +135,9 @@ _NUMBERS: Mapping[Verb, tuple[list[int], str]] = {
 
 
 def _rule(verb: Verb, left: str, right: str) -> _Rule:
-    rule = _Rule(verb=verb, left=patterns.parse(left), right=patterns.parse(right))
+    # What is below a container goes along.
+    below = "" if left.endswith("**") or right.endswith("**") else "/**"
+    rule = _Rule(verb=verb, left=patterns.parse(left + below), right=patterns.parse(right + below))
     sides = rule.left.wildcards, rule.right.wildcards
     wanted, where = _NUMBERS[verb]
     if [side.count("{}") for side in sides] != wanted:
@@ -181,12 +185,11 @@ class _Restructuring:
 
     def _rule_of(self, text: str) -> tuple[int, tuple[str, ...], str] | None:
         """The rule that takes a path, and what its wildcards stand for there."""
-        found = [(at, m) for at, rule in enumerate(self._rules) if (m := rule.match(text))]
-        if len(found) > 1:
-            both = " and ".join(repr(self._rules[at].left.text) for at, _ in found[:2])
-            wrong = self._rules[found[0][0]].wrong(f"taken by {both}", path=text)
-            self._wrong.append(wrong)
-        return (found[0][0], *found[0][1]) if found else None
+        for at, rule in enumerate(self._rules):
+            match = rule.match(text)
+            if match is not None:
+                return at, *match
+        return None
 
     def _take_leaves(self, taken: Sequence[_Taken]) -> None:
         for leaf in self._manifest.leaves:
@@ -213,10 +216,7 @@ class _Restructuring:
 
     def _apply(self, rule: _Rule, what: _Taken) -> None:
         if not (what.renamed or what.stacked or what.unstacked or what.empties):
-            texts = [leaf.text for leaf in self._manifest.leaves[:2000]]
-            near = difflib.get_close_matches(rule.left.text, texts, n=1)
-            note = f" (nearest: {near[0]})" if near else ""
-            self._wrong.append(rule.wrong(f"matches nothing in the checkpoint{note}"))
+            self._wrong.append(self._takes_nothing(rule))
         for leaf, text in what.renamed:
             path = self._keys.path(text, leaf.path)
             moved = dataclasses.replace(leaf, path=path, text=text)
@@ -232,36 +232,43 @@ class _Restructuring:
                 text = rule.right.fill(found, str(number))
                 self._empties[self._keys.path(text, path)] = kind
 
+    def _takes_nothing(self, rule: _Rule) -> Mismatch:
+        texts = [leaf.text for leaf in self._manifest.leaves]
+        if any(rule.match(text) for text in texts):
+            return rule.wrong("all that it matches is taken by rules before it")
+        near = difflib.get_close_matches(rule.name, texts[:2000], n=1)
+        note = f" (nearest: {near[0]})" if near else ""
+        return rule.wrong(f"matches nothing in the checkpoint{note}")
+
     def _stack(self, rule: _Rule, text: str, parts: list[tuple[int, Leaf]]) -> None:
-        numbers, leaves = [n for n, _ in parts], tuple(leaf for _, leaf in parts)
-        first = leaves[0]
-        wanted = list(range(numbers[0], numbers[0] + len(numbers)))
-        if numbers != wanted:
-            twice = len(set(numbers)) < len(numbers)
-            gap = "one comes twice" if twice else f"{min(set(wanted) - set(numbers))} is missing"
-            self._wrong.append(rule.wrong(f"has the indices {numbers}: {gap}", path=text))
+        leaves = tuple(leaf for _, leaf in parts)
+        first, specs = leaves[0], [leaf.spec for leaf in leaves if leaf.spec is not None]
+        why_not = _gap([number for number, _ in parts]) or _odd_one(leaves)
+        if not why_not:
+            try:
+                spec = stacking.stacked(specs[0], len(specs))
+            except ValueError as error:
+                why_not = str(error)
+        if why_not:
+            self._wrong.append(rule.wrong(why_not, path=text))
             return
-        odd = [leaf for leaf in leaves if _form(leaf) != _form(first)]
-        if first.spec is None or odd:
-            other = odd[0] if odd else first
-            reason = f"{first.text} is {first.describe()}"
-            reason += f", {other.text} is {other.describe()}" if odd else ", not an array"
-            self._wrong.append(rule.wrong(f"only arrays of one form stack: {reason}", path=text))
-            return
-        try:
-            spec = _stacked(first.spec, len(leaves))
-        except ValueError as error:
-            self._wrong.append(rule.wrong(str(error), path=text))
-            return
-        stacked = dataclasses.replace(
-            first, path=self._keys.path(text, first.path), text=text, spec=spec, name=None
+        path = self._keys.path(text, first.path)
+        self._moved.append(
+            Source(
+                leaf=dataclasses.replace(first, path=path, text=text, spec=spec, name=None),
+                parts=leaves,
+                is_stack=True,
+                relayout=tuple(
+                    _relayout(
+                        text,
+                        f"{first.text} is saved as {stacking.place_text(specs[0])}, "
+                        f"and {leaf.text} as {stacking.place_text(own)}",
+                    )
+                    for leaf, own in zip(leaves, specs, strict=True)
+                    if not stacking.same_place(own, specs[0])
+                )[:1],
+            )
         )
-        mixed = [leaf for leaf in leaves if leaf.spec and leaf.spec.sharding != first.spec.sharding]
-        relayout: tuple[Mismatch, ...] = ()
-        if mixed and mixed[0].spec is not None:
-            was = f"{first.spec.sharding}, and {mixed[0].text} as {mixed[0].spec.sharding}"
-            relayout = (_relayout(text, f"{first.text} is saved as {was}"),)
-        self._moved.append(Source(leaf=stacked, parts=leaves, is_stack=True, relayout=relayout))
 
     def _unstack(self, rule: _Rule, leaf: Leaf, found: tuple[str, ...]) -> int:
         """One leaf for each index; how many there are."""
@@ -274,12 +281,10 @@ class _Restructuring:
             text = f"{leaf.describe()} would become more than {MAX_UNSTACKED} leaves"
             self._wrong.append(rule.wrong(text, path=leaf.text))
             return 0
-        cut = (
-            whole.sharding is not None
-            and whole.shape[0] != (cell_of(whole.sharding, whole.shape)[0])
-        )
-        why = f"{leaf.text} is saved as {whole.sharding}, which cuts the leading dimension"
-        spec = _unstacked(whole, cut=cut)
+        cut = stacking.cuts_leading(whole)
+        place = stacking.place_text(whole)
+        why = f"{leaf.text} is saved as {place}, which cuts the leading dimension"
+        spec = stacking.index_of(whole)
         for index in range(whole.shape[0]):
             text = rule.right.fill(found, str(index))
             path = self._keys.path(text, leaf.path)
@@ -317,11 +322,11 @@ class _Restructuring:
         empties = {p: k for p, k in self._empties.items() if p not in inner and p not in by_path}
         moved = tuple(self._moved)
         if self._has_target:
-            return Restructured(sources=tuple(sources), empties=empties, tree=None, moved=moved)
+            return Restructured(sources=tuple(sources), containers=empties, moved=moved)
         ends: dict[Path, NodeKind] = {**dict.fromkeys(by_path, _LEAF), **empties}
         tree = from_ends(ends, known=self._manifest.tree)
         ordered = tuple(by_path[path] for path in tree.leaf_paths())
-        return Restructured(sources=ordered, empties=empties, tree=tree, moved=moved)
+        return Restructured(sources=ordered, containers=tree, moved=moved)
 
 
 class _Keys:
@@ -340,41 +345,26 @@ class _Keys:
         return self._known[text]
 
 
-def _form(leaf: Leaf) -> object:
-    """What parts of a stack have in common."""
-    spec = leaf.spec
-    return spec and (spec.kind, spec.dtype, spec.logical_shape, spec.key_impl)
+def _gap(numbers: list[int]) -> str | None:
+    """Why these sorted numbers are not the indices of a stack."""
+    wanted = range(numbers[0], numbers[0] + len(numbers))
+    if numbers == list(wanted):
+        return None
+    twice = len(set(numbers)) < len(numbers)
+    why = "one comes twice" if twice else f"{min(set(wanted) - set(numbers))} is missing"
+    return f"has the indices {numbers}: {why}"
 
 
-def _stacked(spec: ArraySpec, count: int) -> ArraySpec:
-    sharding = spec.sharding
-    if isinstance(sharding, Named):
-        sharding = dataclasses.replace(sharding, spec=((), *sharding.spec))
-    elif isinstance(sharding, Tiled):
-        sharding = dataclasses.replace(sharding, cell=(count, *sharding.cell))
-    return dataclasses.replace(
-        spec,
-        kind="numpy" if spec.kind == "scalar" else spec.kind,
-        shape=(count, *spec.shape),
-        sharding=sharding,
-        shard_shape=(1, *spec.shard_shape),
-        chunk_shape=(1, *spec.chunk_shape),
-    )
-
-
-def _unstacked(spec: ArraySpec, *, cut: bool) -> ArraySpec:
-    sharding: Sharding | None = spec.sharding
-    if isinstance(sharding, Named):
-        sharding = dataclasses.replace(sharding, spec=sharding.spec[1:])
-    elif isinstance(sharding, Tiled):
-        sharding = None if cut else dataclasses.replace(sharding, cell=sharding.cell[1:])
-    return dataclasses.replace(
-        spec,
-        shape=spec.shape[1:],
-        sharding=sharding,
-        shard_shape=spec.shard_shape[1:],
-        chunk_shape=spec.chunk_shape[1:],
-    )
+def _odd_one(leaves: Sequence[Leaf]) -> str | None:
+    """Why these leaves do not stack."""
+    first = leaves[0]
+    for leaf in leaves:
+        if first.spec is None or leaf.spec is None:
+            return f"only arrays stack: {leaf.text} is {leaf.describe()}"
+        if not stacking.stacks_with(first.spec, leaf.spec):
+            both = f"{first.text} is {first.describe()}, {leaf.text} is {leaf.describe()}"
+            return f"only arrays of one form stack: {both}"
+    return None
 
 
 def _relayout(text: str, why: str) -> Mismatch:
@@ -382,4 +372,4 @@ def _relayout(text: str, why: str) -> Mismatch:
 
 
 _LEAF: NodeKind = "leaf"
-_REMEDY = "Each rule must take leaves, a leaf goes by one rule, and a path gets one leaf."
+_REMEDY = "Each rule must take leaves, and a path gets one leaf."

@@ -9,6 +9,7 @@ import jax
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, IntegrityError, Mismatch, MismatchError
 from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.jaxio import monitoring, processes, targets
 from pytree_ckpt.jaxio.targets import Target, TargetTree
 from pytree_ckpt.options import LoadOptions
@@ -49,13 +50,14 @@ def load(
         cast: Allow another dtype, by numpy's rules; an imaginary part is never dropped.
         partial: Allow a target that asks for fewer leaves than there are.
         rename: Where leaves go that have another path in the target, by patterns of paths:
-            `{"params/*/kernel": "params/*/w", "opt/**": "opt/inner/**"}`. `*` stands within one
-            key, `**` for any number of keys; both sides have the same ones, in the same order.
-            See `restructure` for what the rules do without a load.
+            `{"params/*/kernel": "params/*/w", "opt": "opt/inner"}`. `*` stands within one key,
+            `**` for any number of keys; both sides have the same ones, in the same order. The
+            first rule that takes a leaf, or a container that it is in, says where it goes.
+            `plan_restructure` shows what rules do.
         stack: Leaves that become one, with a leading dimension by the number in their path:
-            `{"params/layer_{}/**": "params/layers/**"}`.
+            `{"params/layer_{}": "params/layers"}`.
         unstack: Leaves that become one for each index of their leading dimension:
-            `{"params/layers/**": "params/layer_{}/**"}`.
+            `{"params/layers": "params/layer_{}"}`.
         verify: Check every digest. Without it a flipped bit is loaded as it is.
         options: Memory bound and threads.
 
@@ -129,7 +131,7 @@ def load(
 def _everything(manifest: Manifest, saved: Restructured) -> TargetTree:
     """The target that asks for all that there is, in builtin containers."""
     leaves = [targets.as_saved(source.leaf) for source in saved.sources]
-    tree = saved.tree or manifest.tree
+    tree = saved.containers if isinstance(saved.containers, Tree) else manifest.tree
     return TargetTree(tree=tree, treedef=None, leaves=leaves, mismatches=[])
 
 

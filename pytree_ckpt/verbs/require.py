@@ -32,7 +32,7 @@ def require(checkpoint: PathLike | Manifest, /, **parts: Part) -> Manifest:
         >>> require(weights, params=True, opt_state=True, step="**/step")
         Traceback (most recent call last):
         pytree_ckpt.errors.MismatchError: the checkpoint lacks 2 of 3 required parts
-          opt_state  nothing matches 'opt_state/**'
+          opt_state  nothing matches 'opt_state'
           step  nothing matches '**/step'
         It holds nothing but params: load with partial=True takes that, for inference or to start
         from, but no run can resume from it.

@@ -19,8 +19,8 @@ def plan_restructure(
 
     Raises:
         ValueError: A rule is not one.
-        MismatchError: Rules that take nothing, two for one leaf, two leaves for one path, and
-            stacks with a gap or of unequal parts: every reason.
+        MismatchError: Rules that take nothing, two leaves for one path, and stacks with a gap or
+            of unequal parts: every reason.
         NotFoundError: No committed checkpoint is there.
         FormatError: The manifest is damaged or of a newer version.
 
