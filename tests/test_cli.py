@@ -324,6 +324,15 @@ def test_report_writes_one_file(good: Path, tmp_path: Path) -> None:
     assert run("report", good, "-o", tmp_path / "none" / "a.html").exit_code == 8
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_report_is_named_after_its_checkpoint(
+    good: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    monkeypatch.chdir(good if inside else good.parent)
+    assert run("report", "." if inside else "good one/").exit_code == 0
+    assert Path("good one.html").is_file()
+
+
 # --- all commands -----------------------------------------------------------------------------
 
 READERS = ["tree", "show", "verify", "report"]

@@ -75,7 +75,7 @@ def report_command(checkpoint: str, output: str | None) -> None:
     from pytree_ckpt.verbs.manifest import read_manifest
 
     page = manifest_page(read_manifest(checkpoint), path=checkpoint)
-    target = Path(output or f"{Path(checkpoint).name}.html")
+    target = Path(output or f"{Path(checkpoint).absolute().name or 'checkpoint'}.html")
     _replace(target, page)
     emit({"file": str(target)}, lambda: [plain(f"wrote {target}")])
 
