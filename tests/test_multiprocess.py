@@ -368,6 +368,35 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+def restore_slowly(root: str, slow: int) -> None:
+    """One process takes longer than the others wait for it."""
+    import jax
+
+    call = manager.load
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if jax.process_index() == slow:
+            time.sleep(2)
+        return call(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "load", late)
+        with pc.CheckpointManager(root, load_options=pc.LoadOptions(timeout_s=0.3)) as own:
+            own.restore()
+
+
+def test_a_restore_that_is_late_in_one_process_fails_in_all_and_names_it(
+    pair: Cluster, tmp_path: Path
+) -> None:
+    pair.run(save_by_the_clock, str(tmp_path))
+    late = pair.outcomes(restore_slowly, str(tmp_path), slow=1)
+    assert [one.kind for one in late] == ["PeerTimeoutError"] * 2
+    assert [one.attributes["missing"] for one in late] == [(1,), (1,)]
+    late = pair.outcomes(restore_slowly, str(tmp_path), slow=0)
+    assert [one.kind for one in late] == ["PeerError", "PeerTimeoutError"]
+    assert all("no answer from process 0 in 0.6 s" in one.text for one in late)
+
+
 def save_by_the_clock(root: str) -> list[int]:
     """Time passes for the last process only, and then for the first."""
     import jax

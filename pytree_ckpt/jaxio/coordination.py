@@ -77,6 +77,7 @@ class Session:
             for process in range(1, self._count)
         }
         self._reported += 1
+        heard.update(self._given_up())
         missing = [process for process, message in heard.items() if message is None]
         failures = {p: m["failed"] for p, m in heard.items() if m is not None and "failed" in m}
         if missing:
@@ -84,6 +85,14 @@ class Session:
         if failures:
             raise self.failed(failures)
         return {process: message["message"] for process, message in heard.items()}
+
+    def _given_up(self) -> dict[int, Any]:
+        """Who has reported once more, although nothing was told: a failure, or no patience."""
+        if self.is_alone:
+            return {}
+        folder = f"{self._prefix}/reported/{self._reported}/"
+        found = self._call(self._timeout_s, lambda: self._client.key_value_dir_get_bytes(folder))
+        return {int(key.rsplit("/", 1)[1]): self._decoded(data) for key, data in found}
 
     # --- the others -----------------------------------------------------------------------------
 
@@ -163,7 +172,9 @@ class Session:
         try:
             if self.process == 0:
                 return self._tell(self._as_told(error, text), _LAST_WORD_S)
-            told = self._look(f"told/{self._told}")
+            told = None
+            if not isinstance(error, PeerTimeoutError):
+                told = self._look(f"told/{self._told}")
             self._report({"failed": text}, _LAST_WORD_S)
         except CheckpointError as second:
             return error.add_note(f"The other processes could not be told: {second}")
@@ -227,6 +238,9 @@ class Session:
             data = self._call(timeout_s, call)
         except _AbsentError:
             return None
+        return self._decoded(data)
+
+    def _decoded(self, data: bytes) -> Any:
         return wire.decode(data, what=f"a message about {self._what}")
 
     def _call(self, timeout_s: float, call: Callable[[], T]) -> T:
