@@ -1,0 +1,34 @@
+"""What a process says when it cannot talk to the others, or has none."""
+
+import pytest
+from jax._src import distributed
+
+import pytree_ckpt as pc
+from pytree_ckpt.jaxio import processes
+from pytree_ckpt.jaxio.coordination import Session, decided
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "process_count", lambda: 2)
+
+
+def test_a_process_that_is_alone_asks_nobody() -> None:
+    with Session("the save", timeout_s=1) as session:
+        session.tell("where")
+        assert session.gather() == {}
+        assert session.exchange("mine") == {0: "mine"}
+    assert decided("the choice", lambda: 7, timeout_s=1) == 7
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_processes_without_jax_distributed_are_told_to_initialize_it() -> None:
+    with pytest.raises(pc.CheckpointError, match=r"after jax.distributed.initialize\(\)"):
+        Session("the save", timeout_s=1)
+
+
+@pytest.mark.usefixtures("one_of_two")
+def test_a_jax_that_keeps_its_client_elsewhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(distributed, "global_state")
+    with pytest.raises(pc.CheckpointError, match="keeps its coordination client elsewhere"):
+        Session("the save", timeout_s=1)
