@@ -472,3 +472,75 @@ def test_a_closed_pipe_is_quiet(good: Path) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+# --- to other layouts and formats -----------------------------------------------------------------
+
+
+def test_convert_prints_the_plan_and_converts(good: Path, tmp_path: Path) -> None:
+    asked = ["--mesh", "data=2,model=4", "--spec", "params/**/kernel=model,None"]
+    asked += ["--dtype", "params/**=float32", "--select", "params/**", "--codec", "zstd"]
+    code, plan = run_json("convert", good, tmp_path / "dst", *asked, "--dry-run")
+    assert code == 0
+    assert plan["id"] is None
+    assert not (tmp_path / "dst").exists()
+    code, found = run_json("convert", good, tmp_path / "dst", *asked)
+    assert code == 0
+    leaf = pc.read_manifest(tmp_path / "dst").by_text["params/dense/kernel"]
+    assert str(leaf).startswith(
+        "params/dense/kernel  float32[512, 512] P('model', None) on mesh(data=2, model=4)"
+    )
+    assert found["leaves"] == plan["leaves"]
+    assert run("convert", good, tmp_path / "dst").exit_code == 7
+    assert run("convert", good, tmp_path / "like", "--like", good).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("--mesh", "data"),
+        ("--mesh", "data=x"),
+        ("--spec", "kernel"),
+        ("--dtype", "**=float7"),
+        ("--process", "3/2"),
+        ("--like", "x", "--mesh", "data=2"),
+    ],
+    ids=" ".join,
+)
+def test_convert_refuses_what_makes_no_sense(
+    good: Path, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    assert run("convert", good, tmp_path / "dst", *asked).exit_code == 2
+
+
+def test_convert_of_what_does_not_fit_or_is_damaged(damaged: Path, tmp_path: Path) -> None:
+    assert run("convert", damaged, tmp_path / "dst", "--select", "nope").exit_code == 6
+    assert run("convert", damaged, tmp_path / "dst").exit_code == 5
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "folder", "w.npz"])
+def test_what_is_exported_is_imported(good: Path, tmp_path: Path, name: str) -> None:
+    code, out = run_json("export", good, tmp_path / name)
+    assert code == 0
+    assert out["nbytes"] == 513 * 512 * 8
+    code, found = run_json("import", tmp_path / name, tmp_path / "back")
+    assert code == 0
+    assert found["left_out"] == []
+    with pc.open(good) as old, pc.open(tmp_path / "back") as new:
+        assert (new["params/dense/kernel"][:] == old["params/dense/kernel"][:]).all()
+    assert run("export", good, tmp_path / name).exit_code == 7
+    assert run("import", tmp_path / name, tmp_path / "back").exit_code == 7
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+def test_what_is_no_checkpoint_cannot_be_moved(
+    command: str, unusable: tuple[Path, int], tmp_path: Path
+) -> None:
+    path, wanted = unusable
+    assert run(command, path, tmp_path / "out.npz").exit_code == wanted
+
+
+def test_what_is_of_no_format_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("of somebody else")
+    assert run("import", tmp_path / "file", tmp_path / "dst").exit_code == 4
+    assert run("import", tmp_path, tmp_path / "dst").exit_code == 3

@@ -32,10 +32,15 @@ def test_every_key_of_an_object_is_described(command: str, tmp_path: Path) -> No
         "show": ("show", step),
         "tree": ("tree", step),
         "verify": ("verify", other),
+        "convert": ("convert", step, tmp_path / "converted"),
+        "export": ("export", step, tmp_path / "w.safetensors"),
+        "import": ("import", tmp_path / "w.safetensors", tmp_path / "imported"),
         "show LEAF": ("show", step, "w", "--stats"),
     }
     if command == "verify":
         file.write_bytes(b"\0" + file.read_bytes()[1:])
+    if command == "import":
+        run_json(*arguments["export"])
     _, found = run_json(*arguments[command])
     described = set(re.findall(r"`(\w+)`", row_of(command)))
     if command == "ls":

@@ -6,7 +6,10 @@ from typing import Any
 
 from pytree_ckpt.cli.output import error_document
 from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.interop.exporting import ExportReport
+from pytree_ckpt.interop.making import ImportReport
 from pytree_ckpt.pictures.outline import Branch
+from pytree_ckpt.verbs.convert import ConvertReport
 from pytree_ckpt.verbs.diff import DiffReport
 from pytree_ckpt.verbs.inspect import LeafReport
 from pytree_ckpt.verbs.survey import PruneReport, StepSummary
@@ -125,3 +128,29 @@ def of_prune(report: PruneReport) -> Document:
         "deleted": report.deleted,
         "in_use": report.in_use,
     }
+
+
+def of_convert(report: ConvertReport) -> Document:
+    """What each leaf becomes; `id` is null after a dry run."""
+    plan = report.plan
+    return {
+        "id": None if report.manifest is None else report.manifest.id,
+        "leaves": [
+            {"path": leaf.text, "from": leaf.describe(), "to": plan.describe(at)}
+            for at, leaf in enumerate(plan.leaves)
+        ],
+        "passed_over": plan.passed_over,
+        "nbytes_read": plan.nbytes_read,
+        "nbytes_written": plan.nbytes_written,
+        "kept_nbytes": report.kept_nbytes,
+    }
+
+
+def of_export(report: ExportReport) -> Document:
+    """The files, and what is not in them."""
+    return asdict(report)
+
+
+def of_import(report: ImportReport) -> Document:
+    """The new checkpoint, and what is not in it."""
+    return {**of_manifest(report.manifest), "left_out": report.left_out}

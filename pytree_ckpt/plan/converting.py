@@ -72,21 +72,24 @@ class ConvertPlan:
     def spec(self, leaf: int) -> ArraySpec:
         return self.specs[self.codes[leaf]]
 
+    def describe(self, leaf: int) -> str:
+        """What a leaf becomes, in a few words."""
+        if self.codes[leaf] < 0:
+            return self.leaves[leaf].describe()
+        spec = self.spec(leaf)
+        stored = spec.storage if spec.storage != "array" else f"{spec.num_shards} files"
+        shape = f"{spec.logical_dtype}{list(spec.logical_shape)}"
+        return f"{shape} {spec.sharding or 'host array'}, {stored}"
+
     def __str__(self) -> str:
         lines = [
-            f"{leaf.text or '(root)'}  {leaf.describe()} -> {_text_of(self.spec(at))}"
+            f"{leaf.text or '(root)'}  {leaf.describe()} -> {self.describe(at)}"
             for at, leaf in enumerate(self.leaves)
             if self.codes[at] >= 0
         ]
         lines += [f"{text}  stays as it is: no dtype of its kind" for text in self.passed_over]
         total = f"{self.nbytes_read} bytes to read, {self.nbytes_written} to write"
         return "\n".join([*lines, f"{total}, in {len(self.parts)} processes"])
-
-
-def _text_of(spec: ArraySpec) -> str:
-    shape = f"{spec.logical_dtype}{list(spec.logical_shape)}"
-    stored = spec.storage if spec.storage != "array" else f"{spec.num_shards} files"
-    return f"{shape} {spec.sharding or 'host array'}, {stored}"
 
 
 def plan_convert(

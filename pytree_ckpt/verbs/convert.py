@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pytree_ckpt.format.tables import ShardIndex, Table
 from pytree_ckpt.options import LoadOptions, SaveOptions
 from pytree_ckpt.plan.converting import BATCH_NBYTES, ConvertPlan, plan_convert
 from pytree_ckpt.plan.layouts import Layout
+from pytree_ckpt.progress import showing
 from pytree_ckpt.store import commit, contents, disk
 from pytree_ckpt.store.commit import Attempt
 from pytree_ckpt.store.locations import Location, PathLike, locate
@@ -83,7 +84,7 @@ def convert(
             process 0 commits, the others return when it has.
         timeout_s: How long no other process may make progress.
         dry_run: Only plan.
-        options: Digest, compression and threads.
+        options: Digest, compression, threads and progress.
 
     Raises:
         MismatchError: What is asked for does not fit, with every reason; nothing was written.
@@ -121,7 +122,16 @@ def convert(
         )
         if dry_run:
             return ConvertReport(plan=plan, manifest=None)
-        job = _Job(locate(src), locate(dst), manifest, plan, number, overwrite, timeout_s, options)
+        job = _Job(
+            locate(src),
+            locate(dst),
+            manifest,
+            plan,
+            number,
+            overwrite,
+            timeout_s,
+            options,
+        )
         if workers == 1:
             return job.run()
         settings = {
@@ -180,7 +190,11 @@ class _Job:
         with commit.resumable_attempt(
             self._folder, nonce, overwrite=self._overwrite, needed_nbytes=part.plan.nbytes
         ) as attempt:
-            kept = self._write(attempt, clock)
+            nbytes = part.plan.nbytes
+            with showing(f"converting {self._src}", self._options.progress) as progress:
+                kept = self._write(
+                    attempt, clock, progress and (lambda done: progress(done, nbytes))
+                )
             if self._process == 0:
                 done = self._commit(attempt, clock, check)
             else:
@@ -205,7 +219,9 @@ class _Job:
         found = commit.read_manifest(self._folder)
         return found if found.nonce == nonce else None
 
-    def _write(self, attempt: Attempt, clock: StageClock) -> int:
+    def _write(
+        self, attempt: Attempt, clock: StageClock, on_write: Callable[[int], None] | None
+    ) -> int:
         """Write all that is left to do; the bytes that were finished before."""
         from pytree_ckpt.store import resuming
         from pytree_ckpt.store.converting import ConvertedViews, per_process_values
@@ -244,6 +260,7 @@ class _Job:
                 clock=clock,
                 order=[row for row in own if self._plan.spec(row[0]).storage == "array"],
                 journal=journal,
+                on_write=on_write,
             )
             writer.write(per_process_values(reader, self._plan) if self._process == 0 else {})
         finally:
