@@ -37,6 +37,7 @@ class Size:
     steps: int
     soak_minutes: float
     train_kills: int
+    convert_kills: int
 
 
 TINY = Size(
@@ -44,25 +45,25 @@ TINY = Size(
     disk_stride=67,
     power_stride=150, mutant_stride=5, mutant_most=150, mutant_all=False, race_steps=5, readers_s=2,
     flips=20, damage_stride=7, mutated=200, phases=1,
-    examples=1, steps=10, soak_minutes=0.1, train_kills=1,
+    examples=1, steps=10, soak_minutes=0.1, train_kills=1, convert_kills=3,
 )  # fmt: skip
 SHORT = Size(
     kill_stride=6, torn_stride=11, replay_most=90, restart_stride=5, restart_most=8, disk_stride=17,
     power_stride=23, mutant_stride=3, mutant_most=250, mutant_all=False, race_steps=40, readers_s=8,
     flips=150, damage_stride=1, mutated=10_000, phases=3,
-    examples=10, steps=20, soak_minutes=0.4, train_kills=4,
+    examples=10, steps=20, soak_minutes=0.4, train_kills=4, convert_kills=3,
 )  # fmt: skip
 FULL = Size(
     kill_stride=1, torn_stride=1, replay_most=1500, restart_stride=2, restart_most=15,
     disk_stride=1,
     power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
     readers_s=60, flips=1000, damage_stride=1, mutated=50_000, examples=500, steps=50,
-    soak_minutes=2, phases=8, train_kills=50,
+    soak_minutes=2, phases=8, train_kills=50, convert_kills=10,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
 CAMPAIGNS = (
     "kill", "torn", "replay", "restart", "disk", "tmpfs", "power", "damage", "hostile", "race",
-    "readers", "cluster", "machine", "soak", "train-kill", "mutants",
+    "readers", "cluster", "machine", "soak", "convert", "train-kill", "mutants",
 )  # fmt: skip
 
 
@@ -117,6 +118,7 @@ def _campaigns(
 ) -> Iterator[tuple[str, Callable | str]]:
     """Rows of the table: what is tried, and the campaign, or why it is skipped."""
     from tests.faults import (
+        conversion,
         damage,
         disks,
         hostile,
@@ -201,6 +203,11 @@ def _campaigns(
         yield (
             "state machine",
             lambda: machine.campaign(judge, examples=size.examples, steps=size.steps),
+        )
+    elif name == "convert":
+        yield (
+            "kill a conversion, go on",
+            lambda: conversion.campaign(kills=size.convert_kills),
         )
     elif name == "soak":
         yield "soak", lambda: soak.campaign(minutes=minutes or size.soak_minutes)
