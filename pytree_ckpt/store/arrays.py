@@ -42,13 +42,18 @@ def open_array(
     )
     spec = {
         "driver": "zarr3",
-        "kvstore": folder.kvstore(),
         "metadata": metadata,
         **options,
     }
     with storage_errors(f"opening {folder}"):
         return ts.open(
-            spec, open=True, assume_metadata=True, read=not write, write=write, context=ctx
+            spec,
+            kvstore=folder.kvstore(),
+            open=True,
+            assume_metadata=True,
+            read=not write,
+            write=write,
+            context=ctx,
         ).result()
 
 

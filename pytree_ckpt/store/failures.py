@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 _OS_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
 """As TensorStore 0.1.86 writes it, and as 0.1.76 does."""
+_BY_CURL = {"7": errno.ECONNREFUSED, "28": errno.ETIMEDOUT}
+_CURL_ERROR = re.compile(r"curl_code='(\d+)'")
 _BY_STATUS = {
     "NOT_FOUND": errno.ENOENT,
     "PERMISSION_DENIED": errno.EACCES,
@@ -15,6 +17,7 @@ _BY_STATUS = {
     "RESOURCE_EXHAUSTED": errno.ENOSPC,
     "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
     "UNAVAILABLE": errno.ECONNREFUSED,
+    "ABORTED": errno.ECONNABORTED,
 }
 
 
@@ -40,7 +43,9 @@ def storage_errors(what: str) -> Iterator[None]:
             raise _os_error(int(found[1]), what, message) from None
         status = message.split(":", 1)[0].strip("'\" ")
         if status in _BY_STATUS:
-            raise _os_error(_BY_STATUS[status], what, message) from None
+            curl = _CURL_ERROR.search(message)
+            number = _BY_CURL.get(curl[1] if curl else "", _BY_STATUS[status])
+            raise _os_error(number, what, message) from None
         if status in ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE"):
             raise UnreadableError(f"{what}: {message}") from None
         raise OSError(errno.EIO, f"{what}: {message}") from None

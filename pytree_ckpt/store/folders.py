@@ -27,7 +27,10 @@ class Folder(Location):
         return Folder(self.path / name)
 
     def kvstore(self) -> Any:
-        return {"driver": "file", "path": f"{self.path}{os.sep}"}
+        # A manifest is read without TensorStore, which takes a third of a second to import.
+        import tensorstore as ts
+
+        return ts.KvStore.Spec({"driver": "file", "path": f"{self.path}{os.sep}"})
 
     def make_folder(self) -> None:
         disk.make_dir(self.path)

@@ -15,6 +15,7 @@ from pytree_ckpt.format.steps import StepNames
 
 PathLike = str | os.PathLike[str]
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_STORES = ("s3", "gs", "memory")
 _URL_FROM_PATHLIB = re.compile(r"(abfss?|az|file|gcs|gs|hdfs|https?|memory|s3):/(?!/)")
 
 SizeOf = Callable[["Location"], int | None]
@@ -179,7 +180,7 @@ class Location(ABC):
 def locate(path: PathLike) -> Location:
     """The location that a user's path means at this moment; a later chdir does not move it.
 
-    Takes relative paths, `~`, spaces, any unicode, and `file://` URLs.
+    Takes relative paths, `~`, spaces, any unicode, and URLs of files and of object stores.
 
     Raises:
         CheckpointError: Another kind of URL, or an empty path.
@@ -193,8 +194,14 @@ def locate(path: PathLike) -> Location:
     found = _URL.match(text)
     if found and found[1].lower() == "file":
         text = _path_of_file_url(text)
+    elif found and found[1].lower() in _STORES:
+        from pytree_ckpt.store.prefixes import prefix_of
+
+        return prefix_of(found[1].lower(), text[found.end() :])
     elif found:
-        raise CheckpointError(f"{found[1]}:// is not supported, only paths and file:// URLs")
+        raise CheckpointError(
+            f"{found[1]}:// is not supported, only paths, file://, s3://, gs:// and memory://"
+        )
     elif _URL_FROM_PATHLIB.match(text):
         raise CheckpointError(f"{text!r} is what pathlib makes of a URL; give the URL as a str")
     if not text or "\0" in text:

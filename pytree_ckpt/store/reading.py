@@ -103,7 +103,7 @@ class CheckpointReader:
         self.stats = ReadStats(on_read)
         self._data = location / manifest.data_dir
         self._verify = verify
-        self._threads = thread_count(options.threads)
+        self._threads = thread_count(options.threads, in_store=location.path is None)
         self._bound = options.max_inflight_bytes
         self._new_digest = new_digest(manifest.digest)
         self._digest = digest_function(manifest.digest)

@@ -12,12 +12,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def thread_count(asked: int | None) -> int:
-    """Threads to use: one for each processor that this process may run on."""
+_FOR_A_STORE = 16
+"""A thread that waits for a store uses no processor, and a store answers many at once."""
+
+
+def thread_count(asked: int | None, *, in_store: bool) -> int:
+    """Threads to use: one for each processor that this process may run on, for a store more."""
     if asked is not None:
         return asked
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(count, _FOR_A_STORE) if in_store else count
 
 
 class Workers:

@@ -68,7 +68,7 @@ class Writer:
         self._plan = plan
         self._view = view
         self._process = process
-        self._threads = thread_count(options.threads)
+        self._threads = thread_count(options.threads, in_store=data.path is None)
         self._codec = options.codec
         self._boxes: dict[tuple[int, int], Box] = {}
         self._digest_name = options.digest

@@ -28,6 +28,7 @@ class Size:
     mutant_most: int
     mutant_all: bool
     race_steps: int
+    store_steps: int
     readers_s: float
     flips: int
     damage_stride: int
@@ -43,13 +44,15 @@ class Size:
 TINY = Size(
     kill_stride=29, torn_stride=61, replay_most=15, restart_stride=20, restart_most=4,
     disk_stride=67,
-    power_stride=150, mutant_stride=5, mutant_most=150, mutant_all=False, race_steps=5, readers_s=2,
+    power_stride=150, mutant_stride=5, mutant_most=150, mutant_all=False, race_steps=5,
+    store_steps=2, readers_s=2,
     flips=20, damage_stride=7, mutated=200, phases=1,
     examples=1, steps=10, soak_minutes=0.1, train_kills=1, convert_kills=3,
 )  # fmt: skip
 SHORT = Size(
     kill_stride=6, torn_stride=11, replay_most=90, restart_stride=5, restart_most=8, disk_stride=17,
-    power_stride=23, mutant_stride=3, mutant_most=250, mutant_all=False, race_steps=40, readers_s=8,
+    power_stride=23, mutant_stride=3, mutant_most=250, mutant_all=False, race_steps=40,
+    store_steps=20, readers_s=8,
     flips=150, damage_stride=1, mutated=10_000, phases=3,
     examples=10, steps=20, soak_minutes=0.4, train_kills=4, convert_kills=3,
 )  # fmt: skip
@@ -57,13 +60,14 @@ FULL = Size(
     kill_stride=1, torn_stride=1, replay_most=1500, restart_stride=2, restart_most=15,
     disk_stride=1,
     power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
+    store_steps=100,
     readers_s=60, flips=1000, damage_stride=1, mutated=50_000, examples=500, steps=50,
     soak_minutes=2, phases=8, train_kills=50, convert_kills=10,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
 CAMPAIGNS = (
     "kill", "torn", "replay", "restart", "disk", "tmpfs", "power", "damage", "hostile", "race",
-    "readers", "cluster", "machine", "soak", "convert", "train-kill", "mutants",
+    "stores", "readers", "cluster", "machine", "soak", "convert", "train-kill", "mutants",
 )  # fmt: skip
 
 
@@ -194,6 +198,11 @@ def _campaigns(
         yield (
             "3 writers on one root",
             lambda: writers.race(judge, processes=3, steps=size.race_steps),
+        )
+    elif name == "stores":
+        yield (
+            "8 writers in an object store",
+            lambda: writers.race_in_a_store(processes=8, steps=size.store_steps),
         )
     elif name == "readers":
         yield "loads meanwhile", lambda: writers.readers(seconds=size.readers_s)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytree_ckpt as pc
+from pytree_ckpt.store.locations import locate
+from tests import stores
 from tests.faults import children
 from tests.faults.judge import Judge, Tally, stray_files, version_of
 from tests.faults.scenarios import content, manager, path_of
@@ -89,6 +91,46 @@ def _check_winners(judge: Judge, root: Path, steps: int, results: list[Any], tal
     stray = list(stray_files(root))
     if stray:
         tally.wrong("leftovers", ", ".join(stray[:4]), by=len(stray))
+
+
+def race_in_a_store(*, processes: int, steps: int) -> Tally:
+    """As `race`, in an object store: of all who save a step at once exactly one wins."""
+    tally = Tally(points=processes * steps)
+    gate = _CONTEXT.Barrier(processes)
+
+    def place(step: int) -> str:
+        return f"s3://races/step_{step:08d}"
+
+    def compete(number: int) -> list[int]:
+        won = []
+        for step in range(steps):
+            gate.wait(children.TIMEOUT_S)
+            with contextlib.suppress(pc.ExistsError):
+                pc.save(place(step), {"number": number})
+                won.append(step)
+        return won
+
+    def look() -> list[tuple[int, list[str]]]:
+        found = []
+        for step in range(steps):
+            location: Any = locate(place(step))
+            names = location.objects.names(f"{location.key}/")
+            found.append((pc.load(place(step))["number"], names))
+        return found
+
+    with stores.moto() as port, stores.pointed_to(port):
+        stores.make_bucket(port, "races")
+        jobs = [lambda number=number: compete(number) for number in range(processes)]
+        results = _together(jobs, tally)
+        seen = _together([look], tally)[0] or []
+    for step, (number, names) in enumerate(seen):
+        winners = [at for at, won in enumerate(results) if won and step in won]
+        if winners != [number]:
+            tally.wrong("failed", f"step {step} was won by {winners}, it is that of {number}")
+        left = {name.partition("/")[0] for name in names}
+        if len(left) != 2:
+            tally.wrong("leftovers", f"step {step}: {sorted(left)}")
+    return tally
 
 
 def readers(*, seconds: float) -> Tally:
