@@ -100,7 +100,9 @@ class Base:
                 ts.d[:].translate_to[0]
             ]
             return all(
-                _bits(stored[part.slices()].read().result()) == _bits(source[part.slices()])
+                np.array_equal(
+                    _bits(stored[part.slices()].read().result()), _bits(source[part.slices()])
+                )
                 for part in Grid(source.shape, spec.chunk_shape).boxes()
             )
 
@@ -113,8 +115,8 @@ def _stored_as(spec: ArraySpec) -> tuple[object, ...]:
     return spec.dtype, spec.shape, spec.shard_shape, spec.chunk_shape, spec.codec
 
 
-def _bits(array: npt.NDArray[Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+def _bits(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _check_links(base: Location, target: Location) -> None:
