@@ -19,6 +19,7 @@ from pytree_ckpt.store import object_commit, objects
 from pytree_ckpt.store.locations import locate
 from pytree_ckpt.store.prefixes import Prefix
 from tests.bitwise import assert_same
+from tests.fake_gcs import fake_gcs
 from tests.gates import Gate, after_writing
 from tests.stores import Wire, make_bucket, moto, other_settings
 
@@ -129,6 +130,26 @@ def test_what_is_not_there_is_said(root: str) -> None:
     pc.save(f"{root}/step_00000001", state())
     with pytest.raises(pc.NotFoundError, match="has checkpoints in it: step_00000001"):
         pc.load(root)
+
+
+def test_a_store_of_google_works_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gcs() as host:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
+        monkeypatch.delenv("TENSORSTORE_GCS_HTTP_URL", raising=False)
+        root = "gs://bucket/a root/größe"
+        with pc.CheckpointManager(root, keep=pc.Keep(last=2)) as manager:
+            for step in (1, 2, 3):
+                manager.save(step, state(step))
+            manager.wait()
+            assert manager.steps() == pc.steps(root) == [2, 3]
+            assert_same(manager.restore(state()), state(3))
+        path = str(pc.step_path(root, 3))
+        with pytest.raises(pc.ExistsError):
+            pc.save(path, state())
+        pc.save(path, state(4), overwrite=True)
+        assert_same(pc.load(path, state()), state(4))
+        assert pc.verify(path).ok
+        assert len({name.split("/")[1] for name in names_below(root) if "data-" in name}) == 2
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3://bucket", "s3://Bucket_/x", "s3://bucket/a//b"])
