@@ -97,14 +97,24 @@ def make_dir(path: Path) -> None:
 
 def write_new(path: Path, data: bytes) -> None:
     """Write a file that must not exist yet, durably but for its folder; links are not followed."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, _FILE_MODE)
+    fd = create(path)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        write_all(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def create(path: Path) -> int:
+    """A descriptor to write a file with that must not exist yet; links are not followed."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, _FILE_MODE)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all bytes; the system may take fewer at a time."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def read_file(path: Path, *, max_nbytes: int) -> bytes:

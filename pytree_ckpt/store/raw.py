@@ -1,14 +1,15 @@
-"""Shards without a codec, read from a local file straight to where they are wanted.
+"""Shards without a codec in local files: the bytes themselves, without a copy and without a wait.
 
-TensorStore reads into memory of its own and copies. Where a shard file is laid out as TensorStore
-writes it without a codec (whole chunks in order, then the index), a chunk is one range of the
-file. Everything else, and everything that is wrong, is left to TensorStore to read or to name.
+TensorStore reads into memory of its own and copies, and takes several changes of threads for each
+file. Without a codec a shard file is its chunks in order and then the index, so that it can be
+written as it is, byte for byte as TensorStore does it, and a chunk is one range of it to read.
+Everything else, and everything that is wrong, is left to TensorStore to read or to name.
 """
 
 import functools
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,50 @@ from pytree_ckpt.store.digests import NewDigest
 from pytree_ckpt.store.failures import UnreadableError
 
 BLOCK_NBYTES = 1 << 20
-"""Read and hashed at a time, so that it is still in the cache when it is hashed."""
+"""Read or written, and hashed, at a time, so that it is in the cache when it is hashed."""
 
 
 _MAX_CHUNKS = 4096
 _ENTRY = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<I")
 _MISSING = 2**64 - 1
+
+
+@contextmanager
+def new_raw(
+    file: Path, *, chunk_nbytes: int, chunks: int, present: int
+) -> Iterator[Callable[[memoryview], None]]:
+    """A new shard file with the first `present` of its chunks; yields what appends their bytes.
+
+    It is durable, but for its folder, at the end of the block.
+
+    Raises:
+        OSError: The storage refused or failed.
+    """
+    with _named(f"writing {file}"):
+        fd = disk.create(file)
+        try:
+            yield functools.partial(disk.write_all, fd)
+            disk.write_all(fd, _index(chunk_nbytes, chunks, present))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def blocks_of(flat: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
+    """Bytes in parts that stay in the cache until they are hashed."""
+    for at in range(0, len(flat), BLOCK_NBYTES):
+        yield flat[at : at + BLOCK_NBYTES].data
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, f"{what}: {error.strerror}") from None
 
 
 class RawShard:
@@ -47,11 +85,8 @@ class RawShard:
         """
         rest: memoryview = place.reshape(-1).view(np.uint8).data
         while rest:
-            try:
+            with _named(f"reading {self._file}"):
                 count = os.preadv(self._fd, [rest], start)
-            except OSError as error:
-                what = f"reading {self._file}: {error.strerror}"
-                raise OSError(error.errno, what) from None
             if not count:
                 raise UnreadableError(f"{self._file} was cut short while it was read")
             rest, start = rest[count:], start + count

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,12 @@ from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan
 from pytree_ckpt.store import arrays, contents
 from pytree_ckpt.store.budget import ByteBudget
-from pytree_ckpt.store.digests import Digest, digest_function, digest_of
+from pytree_ckpt.store.digests import Digest, digest_function, digest_of, new_digest
 from pytree_ckpt.store.failures import storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal
 from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location
+from pytree_ckpt.store.raw import blocks_of, new_raw
 from pytree_ckpt.store.workers import Workers, thread_count
 
 HostView = Callable[[int, Box], npt.NDArray[Any]]
@@ -72,6 +74,7 @@ class Writer:
         self._codec = options.codec
         self._boxes: dict[tuple[int, int], Box] = {}
         self._digest_name = options.digest
+        self._new_digest = new_digest(options.digest)
         self._digest: Digest = digest_function(options.digest)
         self._lock = threading.Lock()
         self._spare: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
@@ -95,9 +98,6 @@ class Writer:
         )
         data, digest = tables.to_bytes(table)
         contents.table_file(self._data, self._process).write_new(data)
-        if self._base is not None:
-            for leaf in np.unique(self._plan.array_leaf).tolist():
-                self._folder(leaf).sync()
         for name in ("arrays", "packed", "tables"):
             (self._data / name).sync()
         return TableRef(nbytes=len(data), id=digest)
@@ -107,12 +107,15 @@ class Writer:
         rows = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
         if plan.packed is not None:
             contents.packed_folder(self._data, self._process).make_folder()
-        with Workers(self._threads, "pytree_ckpt-save") as pool:
+        # One more than processors, because each waits until its file is durable.
+        with Workers(self._threads + 1, "pytree_ckpt-save") as pool:
             describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
             pending = {}
             for leaf, own in itertools.groupby(self._order or rows, key=lambda row: row[0]):
-                # Opened here, one after the other, while the threads write what is before.
-                store = self._open_leaf(leaf)
+                # Here, because TensorStore would follow a link in its place.
+                self._folder(leaf).make_folder()
+                # Opened one after the other, while the threads write what is before.
+                store = None if self._is_raw(leaf) else self._open_leaf(leaf)
                 for row in own:
                     write = partial(self._write_shard, store, *row)
                     pending[row] = pool.submit(self._once, row, write)
@@ -122,6 +125,8 @@ class Writer:
                 for number, piece in enumerate(self._pieces())
             ]
             _finish([*describe, *jobs, *pieces])
+            # Once for all files of a folder: their entries become durable together.
+            _finish([pool.submit(folder.sync) for folder in self._folders()])
         return (
             Rows(leaf=plan.array_leaf, shard=plan.array_shard, digests=_joined(jobs)),
             Rows(
@@ -156,17 +161,29 @@ class Writer:
     def _write_json(folder: Location, metadata: dict[str, Any]) -> None:
         folder.make_folder()
         (folder / "zarr.json").write_new(zarr.to_json(metadata))
-        folder.sync()
+
+    def _folders(self) -> list[Location]:
+        """The folders of arrays that this process writes to."""
+        plan = self._plan
+        leaves = plan.names if self._process == 0 else np.unique(plan.array_leaf).tolist()
+        found = [self._folder(leaf) for leaf in leaves]
+        if plan.packed is not None:
+            found.append(contents.packed_folder(self._data, self._process))
+        return found
+
+    def _is_raw(self, leaf: int) -> bool:
+        """Whether the files of a leaf are written without TensorStore: whole shards, no codec."""
+        spec = self._plan.spec(leaf)
+        whole = all(e % s == 0 for e, s in zip(spec.shape, spec.shard_shape, strict=True))
+        return spec.codec == "raw" and whole and self._data.path is not None
 
     def _open_leaf(self, leaf: int) -> ts.TensorStore:
         plan = self._plan
-        # Here, because TensorStore would follow a link in its place.
-        self._folder(leaf).make_folder()
         return arrays.open_leaf(
             self._data, plan.names[leaf], plan.spec(leaf), self._ctx, write=True
         )
 
-    def _write_shard(self, store: ts.TensorStore, leaf: int, shard: int) -> bytes:
+    def _write_shard(self, store: ts.TensorStore | None, leaf: int, shard: int) -> bytes:
         """Write one zarr shard; the digests of its chunks."""
         spec = self._plan.spec(leaf)
         box = spec.shards.box(shard)
@@ -175,18 +192,44 @@ class Writer:
                 source = np.ascontiguousarray(self._view(leaf, box))
             if self._base is not None and (found := self._link(self._base, leaf, shard, source)):
                 return found
-            values = source.view(dtypes.storage_dtype(spec.dtype))
-            with storage_errors(f"writing {self._folder(leaf)}"):
-                pending = store[box.slices()].write(
-                    values, can_reference_source_data_indefinitely=True
-                )
-                try:
-                    found = self._digests(spec, source)
-                finally:
-                    # The memory of `values` is TensorStore's until the write is done.
+            if store is None:
+                return self._write_raw(leaf, shard, source)
+            return self._write_encoded(store[box.slices()], leaf, source)
+
+    def _write_raw(self, leaf: int, shard: int, source: npt.NDArray[Any]) -> bytes:
+        """Write the chunks of a shard one after the other, hashing each block as it is written."""
+        spec = self._plan.spec(leaf)
+        grid = Grid(spec.shard_shape, spec.chunk_shape)
+        found = []
+        with new_raw(
+            Path(str(self._folder(leaf) / zarr.shard_file(spec.shards.position(shard)))),
+            chunk_nbytes=source.nbytes // grid.size,
+            chunks=grid.size,
+            present=grid.size,
+        ) as append:
+            for box in grid.boxes():
+                running = self._new_digest()
+                chunk = np.ascontiguousarray(source[box.slices()]).reshape(-1).view(np.uint8)
+                for block in blocks_of(chunk):
                     with self._clock.stage("write"):
-                        pending.result()
-        return found
+                        append(block)
+                    with self._clock.stage("hash"):
+                        running.update(block)
+                found.append(running.digest())
+        return b"".join(found)
+
+    def _write_encoded(self, place: ts.TensorStore, leaf: int, source: npt.NDArray[Any]) -> bytes:
+        """Write a shard with TensorStore, hashing it meanwhile."""
+        spec = self._plan.spec(leaf)
+        values = source.view(dtypes.storage_dtype(spec.dtype))
+        with storage_errors(f"writing {self._folder(leaf)}"):
+            pending = place.write(values, can_reference_source_data_indefinitely=True)
+            try:
+                return self._digests(spec, source)
+            finally:
+                # The memory of `values` is TensorStore's until the write is done.
+                with self._clock.stage("write"):
+                    pending.result()
 
     def _digests(self, spec: ArraySpec, source: npt.NDArray[Any]) -> bytes:
         """The digests of the chunks of a shard."""
@@ -220,21 +263,23 @@ class Writer:
             box = self._boxes[key] = self._plan.spec(leaf).shards.box(shard)
         return box
 
-    def _pieces(self) -> Iterable[tuple[ts.TensorStore, Packed, int, int, int]]:
+    def _pieces(self) -> Iterable[tuple[ts.TensorStore | None, Packed, int, int, int]]:
         """The files of the packed array: each with its rows `first:stop` and its first byte."""
         packed = self._plan.packed
         if packed is None:
             return
         folder = contents.packed_folder(self._data, self._process)
-        metadata = arrays.packed_zarr(packed, self._codec)
-        store = arrays.open_array(folder, metadata, self._ctx, write=True)
+        store = None
+        if self._codec != "raw" or self._data.path is None:
+            metadata = arrays.packed_zarr(packed, self._codec)
+            store = arrays.open_array(folder, metadata, self._ctx, write=True)
         file_of = self._plan.packed_offset // packed.shard_nbytes
         for file in range(-(-packed.nbytes // packed.shard_nbytes)):
             first, stop = np.searchsorted(file_of, [file, file + 1]).tolist()
             yield store, packed, first, stop, file * packed.shard_nbytes
 
     def _write_piece(
-        self, store: ts.TensorStore, packed: Packed, first: int, stop: int, base: int
+        self, store: ts.TensorStore | None, packed: Packed, first: int, stop: int, base: int
     ) -> bytes:
         """Fill and write one file of the packed array; the digests of its shards."""
         plan = self._plan
@@ -249,13 +294,32 @@ class Writer:
                 strict=True,
             )
             found = self._fill(buffer, rows)
-            where = f"writing {contents.packed_folder(self._data, self._process)}"
-            with self._clock.stage("write"), storage_errors(where):
-                store[base : base + nbytes].write(
-                    buffer, can_reference_source_data_indefinitely=True
-                ).result()
+            with self._clock.stage("write"):
+                self._write_packed(store, packed, base, buffer)
             self._spare.put(memory)
         return found
+
+    def _write_packed(
+        self,
+        store: ts.TensorStore | None,
+        packed: Packed,
+        base: int,
+        buffer: npt.NDArray[np.uint8],
+    ) -> None:
+        """Write the file of the packed array that begins at byte `base`."""
+        folder = contents.packed_folder(self._data, self._process)
+        if store is None:
+            with new_raw(
+                Path(str(folder / zarr.shard_file((base // packed.shard_nbytes,)))),
+                chunk_nbytes=packed.chunk_nbytes,
+                chunks=packed.shard_nbytes // packed.chunk_nbytes,
+                present=len(buffer) // packed.chunk_nbytes,
+            ) as append:
+                append(buffer.data)
+            return
+        with storage_errors(f"writing {folder}"):
+            place = store[base : base + len(buffer)]
+            place.write(buffer, can_reference_source_data_indefinitely=True).result()
 
     def _packing_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory that another piece is done with, or new: that costs the time to clear it."""

@@ -6,19 +6,19 @@ They are made in the child that runs the attack, from the source, and are gone w
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import numpy as np
 
 from tests.faults import disks, kill, power, replay
 from tests.faults.judge import Judge, Tally
 from tests.faults.scenarios import Scenario, deletion, first_save, linked, overwrite, rotation
 
 COMMIT, DISK, ROOTS = (f"pytree_ckpt.store.{name}" for name in ("commit", "disk", "roots"))
-ARRAYS, WRITING = "pytree_ckpt.store.arrays", "pytree_ckpt.store.writing"
+RAW, WRITING = "pytree_ckpt.store.raw", "pytree_ckpt.store.writing"
 ROTATION = "pytree_ckpt.verbs.rotation"
 
 Campaign = Callable[..., Tally]
@@ -66,34 +66,25 @@ def _replace(module: ModuleType, source: str, name: str) -> None:
     del kept
 
 
-class _Done:
-    def result(self) -> None:
-        pass
-
-
 def data_after_the_commit() -> None:
     """The arrays are written when table and manifest are there already."""
-    from pytree_ckpt.store import arrays, commit
+    from pytree_ckpt.store import commit, raw, writing
 
     late: list[Callable[[], None]] = []
-    opened = arrays.open_array
+    new_raw = raw.new_raw
     committed = commit.Attempt.commit
 
-    class Late:
-        def __init__(self, store: Any, index: Any = None) -> None:
-            self._store, self._index = store, index
+    @contextmanager
+    def late_raw(file: Path, **sizes: int) -> Iterator[Callable[[memoryview], None]]:
+        blocks: list[bytes] = []
+        yield lambda block: blocks.append(bytes(block))
 
-        def __getitem__(self, index: Any) -> "Late":
-            return Late(self._store, index)
+        def write() -> None:
+            with new_raw(file, **sizes) as append:
+                for block in blocks:
+                    append(memoryview(block))
 
-        def write(self, values: Any, **_: Any) -> _Done:
-            copy = np.array(values)
-            late.append(lambda: self._store[self._index].write(copy).result())
-            return _Done()
-
-    def open_array(*args: Any, write: bool) -> Any:
-        store = opened(*args, write=write)
-        return Late(store) if write else store
+        late.append(write)
 
     def commit_first(self: Any, data: bytes) -> None:
         committed(self, data)
@@ -101,16 +92,16 @@ def data_after_the_commit() -> None:
             job()
         late.clear()
 
-    arrays.open_array = open_array
+    writing.new_raw = late_raw
     commit.Attempt.commit = commit_first  # type: ignore[method-assign]
 
 
-UNSYNCED_CHUNKS = (ARRAYS, '"file_io_sync": True', '"file_io_sync": False')
+UNSYNCED_CHUNKS = (RAW, "            os.fsync(fd)\n", "")
 UNSYNCED_FOLDERS = (DISK, "    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)\n", "    return\n")
 UNSYNCED_FILES = (
     DISK,
-    "view[os.write(fd, view) :]\n        os.fsync(fd)\n",
-    "view[os.write(fd, view) :]\n",
+    "write_all(fd, data)\n        os.fsync(fd)\n",
+    "write_all(fd, data)\n",
 )
 FOLDERS_FIRST = """        disk.fsync_dir(self.folder)
         disk.fsync_dir(path)
@@ -180,14 +171,18 @@ ALL = [
     Mutant(name="the manifest is written in place", edits=[(COMMIT, WRITE_TEMPORARY, IN_PLACE)]),
     Mutant(name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]),
     Mutant(
+        name="folders of arrays are not synced",
+        edits=[(WRITING, "for folder in self._folders()", "for folder in ()")],
+    ),
+    Mutant(
         name="folders of linked files are not synced",
-        edits=[(WRITING, "self._folder(leaf).sync()", "pass")],
+        edits=[(WRITING, "for folder in self._folders()", "for folder in ()")],
         scenarios=[linked],
     ),
     Mutant(name="table and manifest before the data", make=data_after_the_commit),
     Mutant(
         name="digests of two chunks change places in the table",
-        edits=[(WRITING, "for b in grid.boxes()]", "for b in list(grid.boxes())[::-1]]")],
+        edits=[(WRITING, "found.append(running.digest())", "found.insert(0, running.digest())")],
     ),
     Mutant(
         name="folders that a dead save made are not synced",

@@ -19,7 +19,7 @@ from typing import Literal
 from tests.faults import children, kill
 from tests.faults.judge import Judge, Tally
 from tests.faults.kill import Weaken
-from tests.faults.scenarios import Expected, Scenario
+from tests.faults.scenarios import Expected, Scenario, overwrite_next
 from tests.faults.shim import Fault
 
 BLOCK = 4096
@@ -353,7 +353,7 @@ def expected_after(
         acks: What was acknowledged since.
     """
     newest = sorted(good)
-    made = 1 if scenario.name in ("first save", "overwrite") else (newest[-1:] or [0])[0] + 1
+    made = 1 if scenario.go_on is overwrite_next else (newest[-1:] or [0])[0] + 1
     versions = dict(base.versions)
     is_done = len(acks) > 0
     if made == 1:

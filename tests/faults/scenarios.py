@@ -136,11 +136,11 @@ def first_save() -> Scenario:
         return Expected(required=frozenset([1] if acks else []), most=1)
 
     return Scenario(
-        name="first save", prepare=_nothing, act=act, expect=expect, go_on=_overwrite_next, keep=1
+        name="first save", prepare=_nothing, act=act, expect=expect, go_on=overwrite_next, keep=1
     )
 
 
-def _overwrite_next(root: Path) -> int:
+def overwrite_next(root: Path) -> int:
     pc.save(path_of(root, 1), state(1, 9), overwrite=True)
     return 1
 
@@ -164,7 +164,7 @@ def overwrite() -> Scenario:
         prepare=prepare,
         act=act,
         expect=expect,
-        go_on=_overwrite_next,
+        go_on=overwrite_next,
         keep=1,
     )
 
@@ -190,7 +190,7 @@ def linked() -> Scenario:
         prepare=prepare,
         act=act,
         expect=expect,
-        go_on=_overwrite_next,
+        go_on=overwrite_next,
         keep=1,
     )
 
