@@ -11,7 +11,8 @@ from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.plan import casting
 from pytree_ckpt.plan.converting import ConvertPlan, Row
 from pytree_ckpt.plan.loading import plan_reads
-from pytree_ckpt.store.reading import CheckpointReader, Request
+from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.store.requests import Request
 
 Array = npt.NDArray[Any]
 

@@ -17,7 +17,8 @@ from pytree_ckpt.jaxio.targets import Target
 from pytree_ckpt.plan import casting, compare
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads, plan_stacked_reads
 from pytree_ckpt.plan.restructure import Source
-from pytree_ckpt.store.reading import Array, CheckpointReader, Filled, Request
+from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.store.requests import Array, Filled, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,7 @@ class Checkpoint:
 
     def read_boxes(self, wanted: list[tuple[Leaf, ArraySpec, Box]]) -> list[npt.NDArray[Any]]:
         """The elements of boxes of leaves, verified; chunks that several need are read once."""
-        from pytree_ckpt.store.reading import Request
+        from pytree_ckpt.store.requests import Request
 
         if self._closed:
             raise NotFoundError(f"{self._location} was closed")

@@ -16,8 +16,9 @@ from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan import compare
 from pytree_ckpt.plan.restructure import Restructured, Rules, restructure
 from pytree_ckpt.progress import showing
+from pytree_ckpt.store.checks import ReadStats
 from pytree_ckpt.store.locations import Location, PathLike, locate
-from pytree_ckpt.store.reading import CheckpointReader, ReadStats
+from pytree_ckpt.store.reading import CheckpointReader
 from pytree_ckpt.verbs.assembly import Assembly, Item
 
 _LOG = logging.getLogger("pytree_ckpt")

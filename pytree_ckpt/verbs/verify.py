@@ -100,7 +100,8 @@ def _verify(
     location: Location, manifest: Manifest, quick: bool, options: LoadOptions
 ) -> VerifyReport:
     # TensorStore takes a third of a second to import, which a damaged manifest does not need.
-    from pytree_ckpt.store.reading import CheckpointReader, Request
+    from pytree_ckpt.store.reading import CheckpointReader
+    from pytree_ckpt.store.requests import Request
 
     data = location / manifest.data_dir
     damage = contents.wrong_metadata(data, manifest)
