@@ -40,7 +40,10 @@ def run_json(*args: object) -> tuple[int, Any]:
 
 def installed(*args: object, **options: Any) -> "subprocess.CompletedProcess[str]":
     """A command in a process of its own."""
-    command = [sys.executable, "-m", "pytree_ckpt", *map(str, args)]
+    script = Path(sys.executable).with_name("pytree-ckpt")
+    # A package that is on the path, but is not installed, has no script.
+    command = [str(script)] if script.exists() else [sys.executable, "-m", "pytree_ckpt"]
+    command += map(str, args)
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
@@ -419,6 +422,33 @@ def test_help_and_version_need_neither_jax_nor_tensorstore_nor_numpy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     assert pc.__version__ in installed("--version").stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["ls", "{root}"], "committed"),
+        (["tree", "{good}"], "kernel"),
+        (["show", "{good}", "params/dense/bias"], "float64"),
+        (["verify", "{good}"], "whole"),
+        (["diff", "{good}", "{good}"], "the same"),
+        (["prune", "{root}", "--last", "1"], "newest 1"),
+        (["report", "{good}", "--output", "{tmp}/page.html"], "page.html"),
+        (["convert", "{good}", "{tmp}/converted", "--dtype", "params/**=float32"], "to write"),
+        (["export", "{good}", "{tmp}/out.safetensors", "--select", "params/**"], "out.safetensors"),
+        (["import", "{tmp}/in.npz", "{tmp}/imported"], "1 leaves in w"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_every_command_runs_as_it_is_installed(
+    good: Path, tmp_path: Path, command: list[str], said: str
+) -> None:
+    pc.save(pc.step_path(tmp_path / "root", 7), {"w": np.zeros(3)})
+    np.savez(tmp_path / "in.npz", w=np.ones(3))
+    places = {"good": good, "tmp": tmp_path, "root": tmp_path / "root"}
+    done = installed(*(part.format(**places) for part in command))
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout + done.stderr
 
 
 INTERRUPTED = """

@@ -32,7 +32,7 @@ MEANINGS: Mapping[int, str] = {
     8: "the storage failed or refused (`OSError`)",
     9: "another process did not answer (`PeerTimeoutError`)",
     10: "any other error that the library names (`CheckpointError`)",
-    INTERRUPTED: "Ctrl-C; nothing is left half made",
+    INTERRUPTED: "Ctrl-C; nothing is committed",
     BROKEN_PIPE: "whoever read the output went away, as `head` does",
 }
 """The table in docs/cli.md."""

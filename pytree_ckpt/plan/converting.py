@@ -77,7 +77,8 @@ class ConvertPlan:
         if self.codes[leaf] < 0:
             return self.leaves[leaf].describe()
         spec = self.spec(leaf)
-        stored = spec.storage if spec.storage != "array" else f"{spec.num_shards} files"
+        files = "1 file" if spec.num_shards == 1 else f"{spec.num_shards} files"
+        stored = spec.storage if spec.storage != "array" else files
         shape = f"{spec.logical_dtype}{list(spec.logical_shape)}"
         return f"{shape} {spec.sharding or 'host array'}, {stored}"
 
@@ -89,7 +90,9 @@ class ConvertPlan:
         ]
         lines += [f"{text}  stays as it is: no dtype of its kind" for text in self.passed_over]
         total = f"{self.nbytes_read} bytes to read, {self.nbytes_written} to write"
-        return "\n".join([*lines, f"{total}, in {len(self.parts)} processes"])
+        if len(self.parts) > 1:
+            total += f", in {len(self.parts)} processes"
+        return "\n".join([*lines, total])
 
 
 def plan_convert(
