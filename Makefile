@@ -89,7 +89,10 @@ format: .venv/.installed ## Format the code and apply the safe fixes
 	$(PY) -m ruff check --fix
 
 # lock.txt is one lock for every Python. oldest.txt is the lower bounds of pyproject.toml made
-# exact; the date keeps what the bounds do not name as old as they are.
+# exact; the date keeps what the bounds do not name as old as they are. NEWER is what the bounds
+# want newer than that date.
+NEWER := $(foreach package,orbax-checkpoint safetensors tensorstore,\
+	--exclude-newer-package $(package)=2026-11-01)
 UV_COMPILE := .venv-lock/bin/uv --no-config pip compile pyproject.toml --universal \
 	--python-version 3.11 --upgrade --custom-compile-command "make lock" --quiet
 
@@ -97,7 +100,7 @@ UV_COMPILE := .venv-lock/bin/uv --no-config pip compile pyproject.toml --univers
 lock: .venv-lock/.locked ## Resolve the dependencies again, into requirements/
 	$(UV_COMPILE) --all-extras --output-file requirements/lock.txt
 	$(UV_COMPILE) --extra test --extra examples --resolution lowest-direct \
-		--exclude-newer 2025-11-01 --output-file requirements/oldest.txt
+		--exclude-newer 2025-11-01 $(NEWER) --output-file requirements/oldest.txt
 
 .PHONY: clean
 clean: ## Remove the environments, the builds and the caches

@@ -56,9 +56,13 @@ class Wire:
         self._hide = hide
         self._asked: list[bytes] = []
         self._open: list[socket.socket] = []
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._listen(0)
         self.port = self._server.getsockname()[1]
-        threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
+
+    def _listen(self, port: int) -> None:
+        self._server = socket.create_server(("127.0.0.1", port))
+        self._accepting = threading.Thread(target=self._accept, args=(self._server,), daemon=True)
+        self._accepting.start()
 
     @property
     def endpoint(self) -> str:
@@ -73,6 +77,7 @@ class Wire:
         # A thread that waits in accept() keeps the port open until it is woken.
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
         self._server.close()
         for connection in self._open:
             with contextlib.suppress(OSError):
@@ -80,8 +85,7 @@ class Wire:
 
     def mend(self) -> None:
         """Answer again, at the same port."""
-        self._server = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
+        self._listen(self.port)
 
     def _accept(self, server: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -457,7 +457,7 @@ DELETED = "deleted"
         (lambda path: pc.save_async(path.parent / "taken", 1), pc.ExistsError, "overwrite=True"),
         (lambda path: pc.save_async(path.parent / "file", 1), pc.ExistsError, "is a file"),
         (lambda path: pc.save_async(path.parent / "file" / "x", 1), NotADirectoryError, "file"),
-        (lambda path: pc.save_async("s3://bucket/x", 1), pc.CheckpointError, "s3://"),
+        (lambda path: pc.save_async("ftp://host/x", 1), pc.CheckpointError, "ftp://"),
     ],
     ids=["unsupported", "deleted", "metadata", "exists", "file", "below a file", "url"],
 )

@@ -454,9 +454,9 @@ def test_every_command_runs_as_it_is_installed(
 INTERRUPTED = """
 import os, signal, threading
 from pytree_ckpt.cli.main import main
-from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.store.checks import ChunkCheck
 
-check, sent = CheckpointReader._check, threading.Event()
+check, sent = ChunkCheck.check, threading.Event()
 
 def interrupting(self, *args):
     if not sent.is_set():
@@ -464,7 +464,7 @@ def interrupting(self, *args):
         os.kill(os.getpid(), signal.SIGINT)
     check(self, *args)
 
-CheckpointReader._check = interrupting
+ChunkCheck.check = interrupting
 main()
 """
 

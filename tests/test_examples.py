@@ -19,6 +19,9 @@ def test_every_small_example_is_here() -> None:
     assert sorted(NEEDS) == sorted(path.stem for path in EXAMPLES.glob("with_*.py"))
 
 
+# The oldest flax and equinox that are supported use what JAX 0.8 deprecates.
+@pytest.mark.filterwarnings("ignore:jax\\.(array_ref|ArrayRef) is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:jax.interpreters.batching.NotMapped:DeprecationWarning")
 @pytest.mark.parametrize("name", NEEDS)
 def test_a_resumed_run_of_an_example_equals_one_that_was_never_stopped(
     name: str, capsys: pytest.CaptureFixture[str]

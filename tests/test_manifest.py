@@ -136,12 +136,16 @@ def array_specs(draw: st.DrawFn) -> ArraySpec:
     memory = draw(st.sampled_from([None, "device", "pinned_host"]))
     mesh = draw(meshes())
     axes = draw(st.lists(st.sampled_from(mesh.axis_names), unique=True, max_size=len(shape)))
+    named = Named(mesh=mesh, spec=tuple((axis,) for axis in axes), memory_kind=memory)
+    sizes = [mesh.size_of(entry) for entry in named.spec]
+    divides = all(e % n == 0 for e, n in zip(shape, sizes, strict=False))
     sharding = draw(
         st.sampled_from(
             [
                 None,
                 Single(device_id=3, memory_kind=memory),
-                Named(mesh=mesh, spec=tuple((axis,) for axis in axes), memory_kind=memory),
+                # An axis that does not divide its dimension is refused.
+                named if divides else Named(mesh=mesh, spec=(), memory_kind=memory),
                 Tiled(name="Other", cell=tuple(shard), cells=(1, 0), device_ids=(0, 7)),
             ]
         )

@@ -94,7 +94,8 @@ def any_rows(draw: st.DrawFn, *, packed: bool) -> Rows:
 @st.composite
 def any_tables(draw: st.DrawFn) -> Table:
     has_packed = draw(st.booleans())
-    chunk, chunks, shards = (draw(st.integers(1, 2**20)) for _ in range(3))
+    chunk, shards = draw(st.integers(1, 2**20)), draw(st.integers(1, 2**20))
+    chunks = draw(st.integers(1, tables.MAX_PACKED_SHARD_NBYTES // chunk))
     return Table(
         process=draw(st.integers(0, 10**6)),
         arrays=draw(any_rows(packed=False)),

@@ -1,7 +1,6 @@
 """Folders and small files on a local file system, and what makes them durable.
 
-A file is durable after fsync of the file and of every folder above it that is new. TensorStore
-does the first and the folder next to the file; the folders above are done here.
+A file is durable after fsync of the file and of every folder above it that is new.
 """
 
 import contextlib

@@ -218,6 +218,8 @@ def _missing(outcome: Failed) -> dict[int, str]:
 
 def _words(outcome: Any) -> str:
     if isinstance(outcome, Dead):
+        if outcome.status > 0:
+            return f"ended with {outcome.status}"
         return f"ended by {signal.Signals(-outcome.status).name}"
     return outcome.kind if isinstance(outcome, Failed) else "saved"
 
