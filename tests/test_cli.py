@@ -456,6 +456,8 @@ import os, signal, threading
 from pytree_ckpt.cli.main import main
 from pytree_ckpt.store.checks import ChunkCheck
 
+# Whoever starts the tests in the background may have them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 check, sent = ChunkCheck.check, threading.Event()
 
 def interrupting(self, *args):

@@ -18,7 +18,8 @@ import pytree_ckpt as pc
 from pytree_ckpt.format import tables
 from pytree_ckpt.plan import chunking
 from pytree_ckpt.store import arrays
-from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.store.checks import ChunkCheck
+from pytree_ckpt.store.packed import PackedReader
 from tests.bitwise import assert_same
 from tests.gates import before_writing
 from tests.hostile import body_of, pack, sealed
@@ -130,7 +131,10 @@ def test_a_file_far_larger_than_its_shard_is_damage_and_not_read(
     def read(*_: Any) -> None:
         raise AssertionError("the file is read")
 
-    monkeypatch.setattr(CheckpointReader, "_fetch" if "large" in what else "_read_window", read)
+    if "large" in what:
+        monkeypatch.setattr(ChunkCheck, "fetch", read)
+    else:
+        monkeypatch.setattr(PackedReader, "_read_window", read)
     with pytest.raises(pc.IntegrityError) as caught:
         pc.open(path)["large" if "large" in what else "small"][...]
     assert [(d.kind, d.file) for d in caught.value.damage] == [("size", str(file))]
