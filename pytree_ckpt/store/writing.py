@@ -105,15 +105,14 @@ class Writer:
     def _write_shards(self) -> tuple[Rows, Rows]:
         plan = self._plan
         rows = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
-        if plan.packed is not None:
-            contents.packed_folder(self._data, self._process).make_folder()
+        for folder in self._folders():
+            # First of all, because TensorStore would follow a link in its place.
+            folder.make_folder()
         # One more than processors, because each waits until its file is durable.
         with Workers(self._threads + 1, "pytree_ckpt-save") as pool:
             describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
             pending = {}
             for leaf, own in itertools.groupby(self._order or rows, key=lambda row: row[0]):
-                # Here, because TensorStore would follow a link in its place.
-                self._folder(leaf).make_folder()
                 # Opened one after the other, while the threads write what is before.
                 store = None if self._is_raw(leaf) else self._open_leaf(leaf)
                 for row in own:
@@ -159,7 +158,6 @@ class Writer:
 
     @staticmethod
     def _write_json(folder: Location, metadata: dict[str, Any]) -> None:
-        folder.make_folder()
         (folder / "zarr.json").write_new(zarr.to_json(metadata))
 
     def _folders(self) -> list[Location]:
