@@ -11,7 +11,7 @@ import tensorstore as ts
 
 import pytree_ckpt as pc
 from pytree_ckpt.format import zarr
-from pytree_ckpt.plan import chunking
+from pytree_ckpt.plan import chunking, saving
 from pytree_ckpt.store.raw import open_raw
 from tests.bitwise import assert_same
 
@@ -79,6 +79,21 @@ def test_the_packed_file_is_the_one_that_tensorstore_writes(tmp_path: Path) -> N
     values = packed.read().result()
     theirs = _rewritten(values, packed.spec().to_json()["metadata"], tmp_path / "theirs")
     assert theirs["c.0"] == (folder / "c.0").read_bytes()
+
+
+def test_what_lies_between_packed_shards_is_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that files are packed in is used again, and must not show what was in it."""
+    monkeypatch.setattr(saving, "PACKED_CHUNK_NBYTES", 1024)
+    monkeypatch.setattr(saving, "PACKED_SHARD_NBYTES", 4096)
+    state = {f"leaf {n:03}": np.full(101 + n % 7, 0xFF, np.uint8) for n in range(200)}
+    manifest = pc.save(tmp_path, state, options=pc.SaveOptions(threads=1))
+    folder = tmp_path / manifest.data_dir / "packed" / "00000"
+    files = [file.read_bytes() for file in folder.glob("c.*")]
+    assert len(files) > 3
+    data = b"".join(file[: len(file) - 16 * 4 - 4] for file in files)
+    assert sum(data) == 0xFF * sum(array.size for array in state.values())
 
 
 @pytest.mark.parametrize("at", ["first", "last", "index", "checksum"])
