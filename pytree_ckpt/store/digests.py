@@ -18,7 +18,8 @@ class RunningDigest(Protocol):
     def digest(self) -> bytes: ...
 
 
-NewDigest = Callable[[], RunningDigest]
+NewDigest = Callable[..., RunningDigest]
+"""Starts a digest, empty or of the bytes it is given."""
 
 
 def new_digest(name: str) -> NewDigest:
@@ -43,13 +44,7 @@ def new_digest(name: str) -> NewDigest:
 def digest_function(name: str) -> Digest:
     """The function from a contiguous buffer to its digest; errors as `new_digest`."""
     start = new_digest(name)
-
-    def digest(data: Any) -> bytes:
-        running = start()
-        running.update(data)
-        return running.digest()
-
-    return digest
+    return lambda data: start(data).digest()
 
 
 def digest_of(function: Digest, array: npt.NDArray[Any]) -> bytes:

@@ -105,7 +105,8 @@ class Writer:
     def _write_shards(self) -> tuple[Rows, Rows]:
         plan = self._plan
         rows = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
-        for folder in self._folders():
+        folders = self._folders()
+        for folder in folders:
             # First of all, because TensorStore would follow a link in its place.
             folder.make_folder()
         # One more than processors, because each waits until its file is durable.
@@ -125,7 +126,7 @@ class Writer:
             ]
             _finish([*describe, *jobs, *pieces])
             # Once for all files of a folder: their entries become durable together.
-            _finish([pool.submit(folder.sync) for folder in self._folders()])
+            _finish([pool.submit(folder.sync) for folder in folders])
         return (
             Rows(leaf=plan.array_leaf, shard=plan.array_shard, digests=_joined(jobs)),
             Rows(

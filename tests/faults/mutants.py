@@ -172,11 +172,11 @@ ALL = [
     Mutant(name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]),
     Mutant(
         name="folders of arrays are not synced",
-        edits=[(WRITING, "for folder in self._folders()", "for folder in ()")],
+        edits=[(WRITING, "(folder.sync) for folder in folders", "(folder.sync) for folder in ()")],
     ),
     Mutant(
         name="folders of linked files are not synced",
-        edits=[(WRITING, "for folder in self._folders()", "for folder in ()")],
+        edits=[(WRITING, "(folder.sync) for folder in folders", "(folder.sync) for folder in ()")],
         scenarios=[linked],
     ),
     Mutant(name="table and manifest before the data", make=data_after_the_commit),
