@@ -18,10 +18,11 @@ _CHECK_NBYTES = 8
 
 
 class Journal:
-    """The digests of finished files, by what they hold; a record is there once its file is durable.
+    """The digests of finished files, by what they hold; a record follows the bytes of its file.
 
-    A record that was cut off, or says what is not so, costs that its file is written again:
-    `keep` takes only what reads back with these digests. One process has a journal at a time.
+    A record that was cut off, or says what is not so (a power cut may take a name whose folder
+    was not synced yet), costs that its file is written again: `keep` takes only what reads back
+    with these digests. One process has a journal at a time.
 
     Raises:
         CheckpointError: Another process has it.
