@@ -1,10 +1,12 @@
 """Each command on good, damaged, unfinished, foreign and missing input: exit code, text, JSON."""
 
 import contextlib
+import getpass
 import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import termios
@@ -229,6 +231,24 @@ def test_prune_says_what_would_go_and_touches_nothing(root: Path) -> None:
     assert sorted(root.rglob("*")) == before
 
 
+def test_pin_keeps_a_step_that_ls_shows_and_unpin_lets_it_go(root: Path) -> None:
+    path = str(pc.step_path(root, 1))
+    assert run_json("pin", path) == (0, {"pinned": [path]})
+    assert run("pin", path).stdout == f"pinned {path}\n"
+    assert [step["step"] for step in run_json("ls", root)[1]["steps"] if step["pinned"]] == [1, 6]
+    assert run("ls", root).stdout.splitlines()[1].endswith("pinned")
+    assert [item["step"] for item in run_json("prune", root, "--last", 1)[1]["dropped"]] == [2]
+    assert run_json("unpin", path) == (0, {"unpinned": [path]})
+    assert not any(step["pinned"] for step in run_json("ls", root)[1]["steps"])
+
+
+def test_ls_and_show_tell_who_wrote_a_step(root: Path) -> None:
+    who = f"{getpass.getuser()}@{socket.gethostname()}"
+    assert run_json("ls", root)[1]["steps"][0]["manifest"]["written_by"] == who
+    assert who in run("ls", root).stdout
+    assert who in run("show", pc.step_path(root, 1)).stdout
+
+
 def test_prune_deletes_only_with_yes_and_what_is_read_stays(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         pc.save(pc.step_path(tmp_path, step), state())
@@ -338,7 +358,7 @@ def test_a_report_is_named_after_its_checkpoint(
 
 # --- all commands -----------------------------------------------------------------------------
 
-READERS = ["tree", "show", "verify", "report"]
+READERS = ["tree", "show", "verify", "report", "pin", "unpin"]
 
 
 @pytest.mark.parametrize("command", READERS)
@@ -433,6 +453,8 @@ def test_help_and_version_need_neither_jax_nor_tensorstore_nor_numpy() -> None:
         (["verify", "{good}"], "whole"),
         (["diff", "{good}", "{good}"], "the same"),
         (["prune", "{root}", "--last", "1"], "newest 1"),
+        (["pin", "{good}"], "pinned"),
+        (["unpin", "{good}"], "unpinned"),
         (["report", "{good}", "--output", "{tmp}/page.html"], "page.html"),
         (["convert", "{good}", "{tmp}/converted", "--dtype", "params/**=float32"], "to write"),
         (["export", "{good}", "{tmp}/out.safetensors", "--select", "params/**"], "out.safetensors"),

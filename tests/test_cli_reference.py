@@ -26,6 +26,8 @@ def test_every_key_of_an_object_is_described(command: str, tmp_path: Path) -> No
     (file,) = other.glob("data-*/packed/*/c.0")
     arguments = {
         "ls": ("ls", tmp_path),
+        "pin": ("pin", step),
+        "unpin": ("unpin", step),
         "prune": ("prune", tmp_path, "--last", 1),
         "diff": ("diff", step, other),
         "report": ("report", step, "-o", f"{tmp_path}/a.html"),
@@ -51,8 +53,10 @@ def test_every_key_of_an_object_is_described(command: str, tmp_path: Path) -> No
 
 
 def row_of(command: str) -> str:
-    name = {"show": "show CK", "show LEAF": "show CK LEAF"}.get(command, command)
-    (row,) = re.findall(rf"^\| `{name}` \|(.*)\|$", PAGE.read_text(), flags=re.MULTILINE)
+    names = {"show": "`show CK`", "show LEAF": "`show CK LEAF`"}
+    names |= dict.fromkeys(("pin", "unpin"), "`pin`, `unpin`")
+    name = names.get(command, f"`{command}`")
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", PAGE.read_text(), flags=re.MULTILINE)
     return row
 
 

@@ -19,6 +19,7 @@ import pytree_ckpt as pc
 from pytree_ckpt.store import disk, health, roots
 from pytree_ckpt.store.commit import Attempt
 from pytree_ckpt.store.locations import locate
+from pytree_ckpt.verbs.survey import pin, prune, survey
 from tests.gates import PATIENCE_S, FullDisk, Gate, after_writing, before_writing
 from tests.test_steps import make_foreign
 
@@ -452,6 +453,33 @@ def test_every_pinned_and_best_steps_stay_beside_the_newest(tmp_path: Path) -> N
     assert decision.dropped == {}
     assert decision.kept[6] == "best 1 by loss"
     assert decision.kept[3] == "pinned"
+
+
+def test_a_pinned_step_stays_under_another_policy_until_it_is_unpinned(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3, keep=pc.Keep(last=1, pinned={1}))
+    pin(pc.step_path(tmp_path, 3))
+    manager = save_steps(tmp_path, 4, 5, keep=pc.Keep(last=1))
+    assert manager.steps() == [1, 3, 5]
+    assert [step.step for step in survey(tmp_path) if step.pinned] == [1, 3]
+    assert prune(tmp_path, pc.Keep(last=1), delete=True).decision.kept[1] == "pinned"
+    pin(pc.step_path(tmp_path, 1), pinned=False)
+    assert prune(tmp_path, pc.Keep(last=1), delete=True).deleted == (1,)
+    manager.rollback(3)
+    assert not pc.step_path(tmp_path, 5).exists()
+    pin(pc.step_path(tmp_path, 3))  # twice is once
+    assert loads(tmp_path, 3)
+
+
+def test_a_step_that_cannot_be_pinned_costs_neither_the_save_nor_another_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(_: object) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(health, "pin", refused)
+    manager = save_steps(tmp_path, 1, 2, 3, keep=pc.Keep(last=1, pinned={1}))
+    assert manager.steps() == [1, 2, 3]
+    assert "old steps could not be deleted: no" in caplog.text
 
 
 def test_the_best_stays_until_the_better_one_is_committed(

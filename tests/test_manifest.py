@@ -302,6 +302,9 @@ def test_the_id_is_the_sha256_of_the_content_and_pins_every_field() -> None:
         "created": 2.5,
         "seconds": {},
         "leaf_codes": (0, VALUE, 1),
+        "source": {"kind": "npz"},
+        "linked_nbytes": 1,
+        "written_by": "ada@host",
     }
     ids = {manifest_file.to_bytes(manifest(**{name: new}))[1] for name, new in others.items()}
     assert len(ids | {digest}) == len(others) + 1

@@ -18,6 +18,7 @@ from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.store import object_commit, objects
 from pytree_ckpt.store.locations import locate
 from pytree_ckpt.store.prefixes import Prefix
+from pytree_ckpt.verbs.survey import pin, prune, survey
 from tests.bitwise import assert_same
 from tests.fake_gcs import fake_gcs
 from tests.gates import Gate, after_writing
@@ -182,6 +183,16 @@ def test_a_damaged_step_is_marked_and_the_one_before_is_restored(root: str) -> N
         manager.save(2, state(2))
         manager.wait()
         assert manager.steps() == [1, 2]
+
+
+def test_a_pinned_step_stays_in_a_store(root: str) -> None:
+    with pc.CheckpointManager(root, keep=pc.Keep(last=1, pinned={1})) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    assert [(found.step, found.pinned) for found in survey(root)] == [(1, True), (3, False)]
+    pin(pc.step_path(root, 1), pinned=False)
+    assert prune(root, pc.Keep(last=1), delete=True).deleted == (1,)
+    assert not [name for name in names_below(root) if name.startswith("step_00000001")]
 
 
 def test_a_manager_removes_what_dead_saves_left_and_a_save_leaves_it(root: str) -> None:

@@ -74,6 +74,7 @@ def of_manifest(manifest: Manifest) -> Document:
         "device_count": manifest.device_count,
         "platform": manifest.platform,
         "versions": manifest.versions,
+        "written_by": manifest.written_by or None,
         "metadata": manifest.metadata,
         "metrics": manifest.metrics,
         "seconds": manifest.seconds,
@@ -108,6 +109,7 @@ def of_survey(steps: Sequence[StepSummary]) -> Document:
                 "step": item.step,
                 "name": item.name,
                 "status": item.status,
+                "pinned": item.pinned,
                 "note": item.note,
                 "manifest": None if item.manifest is None else of_manifest(item.manifest),
             }

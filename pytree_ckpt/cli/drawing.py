@@ -176,7 +176,8 @@ def of_survey(steps: Sequence[StepSummary]) -> Iterator[RenderableType]:
     found = table("step", "state", "age", "bytes", "leaves", "mesh", "written by", "")
     for item in steps:
         status = Text(item.status, style=_STATUS_STYLES.get(item.status, "yellow"))
-        found.add_row(str(item.step), status, *_about(item.manifest), plain(item.note))
+        note = ", ".join(["pinned"] * item.pinned + [item.note] * bool(item.note))
+        found.add_row(str(item.step), status, *_about(item.manifest), plain(note))
     yield found
 
 

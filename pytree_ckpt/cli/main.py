@@ -14,7 +14,7 @@ from pytree_ckpt.cli.failures import INTERRUPTED, end_quietly, exit_code
 from pytree_ckpt.cli.look import report_command, show_command, tree_command
 from pytree_ckpt.cli.move import convert_command, export_command, import_command
 from pytree_ckpt.cli.output import emit_error
-from pytree_ckpt.cli.root import ls_command, prune_command
+from pytree_ckpt.cli.root import ls_command, pin_command, prune_command, unpin_command
 from pytree_ckpt.errors import CheckpointError
 
 
@@ -42,7 +42,8 @@ def main() -> None:
 
 for command in (
     *(ls_command, tree_command, show_command, report_command),
-    *(verify_command, diff_command, prune_command),
+    *(verify_command, diff_command),
+    *(pin_command, unpin_command, prune_command),
     *(convert_command, export_command, import_command),
 ):
     main.add_command(command)

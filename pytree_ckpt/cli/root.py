@@ -33,14 +33,41 @@ def _names(prefix: str, width: int) -> StepNames:
 def ls_command(root: str, prefix: str, width: int) -> None:
     """List the steps of ROOT.
 
-    Age, bytes, leaves, mesh, who wrote them, and whether they are committed, damaged (as far as
-    the presence and the sizes of files tell), being written, or left unfinished.
+    Age, bytes, leaves, mesh, who wrote them, whether they are committed, damaged (as far as the
+    presence and the sizes of files tell), being written, or left unfinished, and whether they are
+    pinned.
     """
     from pytree_ckpt.cli import documents, drawing
     from pytree_ckpt.verbs.survey import survey
 
     found = survey(root, names=_names(prefix, width))
     emit(documents.of_survey(found), lambda: drawing.of_survey(found))
+
+
+@click.command("pin")
+@click.argument("checkpoints", metavar="CK...", nargs=-1, required=True)
+@json_option
+def pin_command(checkpoints: tuple[str, ...]) -> None:
+    """Keep CK from every policy, that of a running job too."""
+    _pin(checkpoints, pinned=True)
+
+
+@click.command("unpin")
+@click.argument("checkpoints", metavar="CK...", nargs=-1, required=True)
+@json_option
+def unpin_command(checkpoints: tuple[str, ...]) -> None:
+    """Let policies have CK again."""
+    _pin(checkpoints, pinned=False)
+
+
+def _pin(checkpoints: tuple[str, ...], *, pinned: bool) -> None:
+    from pytree_ckpt.pictures.text import plain
+    from pytree_ckpt.verbs.survey import pin
+
+    for path in checkpoints:
+        pin(path, pinned=pinned)
+    word = "pinned" if pinned else "unpinned"
+    emit({word: checkpoints}, lambda: [plain(f"{word} {path}") for path in checkpoints])
 
 
 @click.command("prune")

@@ -17,6 +17,8 @@ from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.format.values import Value
 
 MANIFEST_FILE = "manifest.msgpack"
+PIN_FILE = "pinned.txt"
+"""Keeps a checkpoint from every policy; what is in it is for people."""
 QUARANTINE_FILE = "damaged.txt"
 """Marks a checkpoint that a load found damaged: its data folder in the first line, then why."""
 VALUE = -1
@@ -87,6 +89,7 @@ class Manifest:
             "safetensors", "npz", "orbax"), `path`, and `holds` ("all" or "part" of it, or
             "weights" alone); empty if a run saved it.
         linked_nbytes: Bytes of array data in files that the save linked from its base.
+        written_by: `user@host` of the process that committed it; empty if it is not known.
         id: sha256 of the content; it pins every byte of the checkpoint.
     """
 
@@ -108,6 +111,7 @@ class Manifest:
     seconds: Mapping[str, float]
     source: Mapping[str, str] = field(default_factory=dict)
     linked_nbytes: int = 0
+    written_by: str = ""
     id: bytes = field(default=b"", compare=False)
 
     def __post_init__(self) -> None:

@@ -58,6 +58,7 @@ def to_bytes(manifest: Manifest) -> tuple[bytes, bytes]:
             "seconds": {k: float(v) for k, v in sorted(manifest.seconds.items())},
             **({"source": dict(sorted(manifest.source.items()))} if manifest.source else {}),
             **({"linked_nbytes": manifest.linked_nbytes} if manifest.linked_nbytes else {}),
+            **({"written_by": manifest.written_by} if manifest.written_by else {}),
         },
     )
 
@@ -156,6 +157,7 @@ def from_bytes(data: bytes, *, what: str) -> Manifest:
             seconds=_numbers_of(reader.mapping("seconds")),
             source=_texts_of(reader.mapping("source")) if reader.has("source") else {},
             linked_nbytes=reader.count("linked_nbytes") if reader.has("linked_nbytes") else 0,
+            written_by=reader.text("written_by") if reader.has("written_by") else "",
             id=digest,
         )
 

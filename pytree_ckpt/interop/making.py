@@ -14,7 +14,7 @@ from pytree_ckpt.format.values import Value
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import ArrayForm, plan_save
 from pytree_ckpt.store.locations import PathLike, locate
-from pytree_ckpt.verbs.versions import versions
+from pytree_ckpt.verbs.origin import versions, written_by
 
 _SHARD_NBYTES = 32 << 20
 """Largest file of an array, about: what is written is in memory twice."""
@@ -99,6 +99,7 @@ def make_checkpoint(
             nonce=attempt.nonce,
             tables=(writer.write({}),),
             created=time.time(),
+            written_by=written_by(),
             seconds=dict(clock.seconds),
         )
         data, digest = manifest_file.to_bytes(complete)

@@ -27,7 +27,9 @@ def writer_words(manifest: Manifest) -> str:
     """Who saved a checkpoint."""
     processes = count_text(manifest.process_count, "process", "processes")
     devices = count_text(manifest.device_count, f"{manifest.platform} device")
-    return f"{processes} with {devices}, pytree-ckpt {manifest.versions.get('pytree-ckpt', '?')}"
+    version = f"pytree-ckpt {manifest.versions.get('pytree-ckpt', '?')}"
+    who = [manifest.written_by] if manifest.written_by else []
+    return ", ".join([*who, f"{processes} with {devices}", version])
 
 
 def branch_words(branch: Branch, total: int) -> str:

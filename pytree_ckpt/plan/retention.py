@@ -18,7 +18,8 @@ class Keep:
         last: The newest so many.
         every: Each step that is a multiple of this.
         best: `(metric, "min" or "max", count)`: the best so many by a metric of `save`.
-        pinned: These steps.
+        pinned: These steps. They are marked on the disk, and stay under any policy until
+            `pytree-ckpt unpin`.
         newer_than: Those that are younger than so many seconds.
 
     Raises:

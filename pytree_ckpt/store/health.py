@@ -1,10 +1,11 @@
 """Which checkpoints of a root are good, as far as is known without reading their data."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from pytree_ckpt.errors import CheckpointError, NewerFormatError, NotFoundError
-from pytree_ckpt.format.manifest import QUARANTINE_FILE, Manifest
+from pytree_ckpt.format.manifest import PIN_FILE, QUARANTINE_FILE, Manifest
 from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.store import contents
 from pytree_ckpt.store.locations import Location, SizeOf
@@ -18,12 +19,14 @@ class StepState:
     """A committed step as a glance shows it: its manifest, or what is wrong with it.
 
     Attributes:
+        is_pinned: No policy deletes it.
         is_damaged: The trouble is damage. Otherwise the step may be whole, but cannot be read now,
             or not by this release.
     """
 
     step: int
     is_link: bool
+    is_pinned: bool = False
     manifest: Manifest | None = None
     trouble: str | None = None
     is_damaged: bool = False
@@ -48,6 +51,10 @@ def _look_at(location: Location, step: int, size_of: SizeOf) -> StepState | None
     """A step, None if it has just been deleted."""
     is_link = location.path is not None and location.path.is_symlink()
     state = partial(StepState, step=step, is_link=is_link)
+    try:
+        state = partial(state, is_pinned=_is_there(location / PIN_FILE, size_of))
+    except OSError as error:
+        return state(trouble=str(error))
     if is_marked(location):
         mark = location / QUARANTINE_FILE
         return state(trouble=f"marked as damaged, see {mark}", is_damaged=True)
@@ -63,6 +70,27 @@ def _look_at(location: Location, step: int, size_of: SizeOf) -> StepState | None
     if damage:
         return state(manifest=manifest, trouble=str(damage[0]), is_damaged=True)
     return state(manifest=manifest)
+
+
+def _is_there(file: Location, size_of: SizeOf) -> bool:
+    try:
+        size_of(file)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def pin(location: Location) -> None:
+    """Keep a checkpoint from every policy."""
+    with suppress(FileExistsError):
+        (location / PIN_FILE).write_new(b"pinned: no policy deletes this checkpoint\n")
+    location.sync()
+
+
+def unpin(location: Location) -> None:
+    """Let policies have a checkpoint again."""
+    (location / PIN_FILE).remove_file()
+    location.sync()
 
 
 def latest_whole(root: Location, names: StepNames, *, below: int) -> Location | None:

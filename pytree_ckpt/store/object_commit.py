@@ -21,7 +21,13 @@ from collections.abc import Iterable, Iterator
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
 from pytree_ckpt.format import manifest_file, wire
-from pytree_ckpt.format.manifest import MANIFEST_FILE, QUARANTINE_FILE, Manifest, data_dir
+from pytree_ckpt.format.manifest import (
+    MANIFEST_FILE,
+    PIN_FILE,
+    QUARANTINE_FILE,
+    Manifest,
+    data_dir,
+)
 from pytree_ckpt.store.objects import ABSENT, Objects
 
 _OWN = re.compile(r"(?:data-|writer\.)([0-9a-f]{32})(?:/|$)", re.ASCII)
@@ -253,5 +259,6 @@ def delete(objects: Objects, key: str) -> bool:
     if data is not None and objects.put_if(manifest, None, generation=generation) is None:
         return False
     reclaim(objects, key, objects.names(f"{key}/"), take_over=False)
-    objects.remove(f"{key}/{QUARANTINE_FILE}")
+    for mark in (QUARANTINE_FILE, PIN_FILE):
+        objects.remove(f"{key}/{mark}")
     return True

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError
-from pytree_ckpt.format.manifest import MANIFEST_FILE, QUARANTINE_FILE
+from pytree_ckpt.format.manifest import MANIFEST_FILE, PIN_FILE, QUARANTINE_FILE
 from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.store import commit, disk
 
@@ -116,7 +116,8 @@ def _remove(path: Path, named: str | None) -> bool:
     if named is not None:
         disk.remove_tree(path / named)
     commit.reclaim(path)
-    (path / QUARANTINE_FILE).unlink(missing_ok=True)
+    for mark in (QUARANTINE_FILE, PIN_FILE):
+        (path / mark).unlink(missing_ok=True)
     _remove_if_empty(path)
     disk.fsync_dir(path.parent)
     return True

@@ -22,7 +22,7 @@ from pytree_ckpt.store import commit, contents, disk
 from pytree_ckpt.store.commit import Attempt
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.verbs.convert_workers import started
-from pytree_ckpt.verbs.versions import versions
+from pytree_ckpt.verbs.origin import versions, written_by
 
 _LOG = logging.getLogger("pytree_ckpt")
 _POLL_S = 0.05
@@ -276,6 +276,7 @@ class _Job:
             nonce=attempt.nonce,
             tables=tuple(refs),
             created=time.time(),
+            written_by=written_by(),
             seconds=dict(clock.seconds),
         )
         data, digest = manifest_file.to_bytes(complete)

@@ -327,7 +327,7 @@ class CheckpointManager:
     # --- deleting -------------------------------------------------------------------------------
 
     def rollback(self, step: int) -> list[int]:
-        """Delete every step above `step`, newest first; they are gone for good.
+        """Delete every step above `step`, newest first, pinned or not; they are gone for good.
 
         Raises:
             NotFoundError: `step` is not in the root.

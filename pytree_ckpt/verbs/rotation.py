@@ -67,6 +67,7 @@ class Rotation:
         if self._keep is None:
             return
         states = health.look(self._root, self._names)
+        self._pin(states)
         infos = [info for info in infos_of(states) if info.step != step]
         protected = _protected(states) | {step: "just saved"}
         if protect_last and infos:
@@ -80,6 +81,13 @@ class Rotation:
             with self._not_at_the_cost_of(step):
                 if not (self._root / self._names.name(number)).delete():
                     _LOG.warning("step %d of %s is in use and stays", number, self._root)
+
+    def _pin(self, states: list[StepState]) -> None:
+        """Mark what the policy pins, so that other policies, and people, know."""
+        pinned = () if self._keep is None else self._keep.pinned
+        for state in states:
+            if state.step in pinned and not (state.is_pinned or state.is_link):
+                health.pin(self._root / self._names.name(state.step))
 
     def _decide(self, infos: list[StepInfo], protected: Mapping[int, str], now: float) -> Decision:
         if self._keep is None:
@@ -104,4 +112,5 @@ def infos_of(states: list[StepState]) -> list[StepInfo]:
 
 
 def _protected(states: list[StepState]) -> dict[int, str]:
-    return {state.step: "reached through a link" for state in states if state.is_link}
+    pinned = {state.step: "pinned" for state in states if state.is_pinned}
+    return pinned | {state.step: "reached through a link" for state in states if state.is_link}

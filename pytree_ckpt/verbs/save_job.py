@@ -25,7 +25,7 @@ from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader
 from pytree_ckpt.store.writing import Writer
-from pytree_ckpt.verbs.versions import versions
+from pytree_ckpt.verbs.origin import versions, written_by
 
 _LOG = logging.getLogger("pytree_ckpt")
 _ROW_NBYTES = 64
@@ -133,6 +133,7 @@ class SaveJob:
                 tables=tuple(TableRef(nbytes=nbytes, id=table) for nbytes, table, _ in written),
                 seconds=dict(self.clock.seconds),
                 created=time.time(),
+                written_by=written_by(),
                 linked_nbytes=sum(linked for _, _, linked in written),
             )
             data, digest = manifest_file.to_bytes(complete)

@@ -22,6 +22,7 @@ class StepSummary:
         status: "unreadable" if the storage, or a newer format, keeps this release from telling;
             "unfinished" if nobody is writing it any more.
         manifest: None unless it can be read.
+        pinned: No policy deletes it.
         note: What is wrong, or that the step is a link.
     """
 
@@ -29,6 +30,7 @@ class StepSummary:
     name: str
     status: StepStatus
     manifest: Manifest | None = None
+    pinned: bool = False
     note: str = ""
 
 
@@ -57,6 +59,7 @@ def survey(root: PathLike, *, names: StepNames | None = None) -> tuple[StepSumma
             if state.is_good
             else ("damaged" if state.is_damaged else "unreadable"),
             manifest=state.manifest,
+            pinned=state.is_pinned,
             note=state.trouble or ("a link" if state.is_link else ""),
         )
         for state in health.look(location, names)
@@ -111,6 +114,28 @@ def prune(
     in_use = rotation.carry_out(decision) if delete else ()
     gone = [step for step in decision.dropped if delete and step not in in_use]
     return PruneReport(decision=decision, deleted=tuple(gone), in_use=tuple(in_use))
+
+
+def pin(path: PathLike, *, pinned: bool = True) -> None:
+    """Keep a checkpoint from every policy, or with `pinned=False` let them have it again.
+
+    Raises:
+        NotFoundError, FormatError: There is no checkpoint that can be read.
+        OSError: The storage refused.
+
+    Example:
+        >>> import tempfile, pytree_ckpt as pc
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for step in (1, 2):
+        ...         _ = pc.save(pc.step_path(root, step), {"w": 1})
+        ...     pin(pc.step_path(root, 1))
+        ...     print(prune(root, Keep(last=1)).decision)
+        keep 1: pinned
+        keep 2: newest 1
+    """
+    location = locate(path)
+    location.read_manifest()
+    (health.pin if pinned else health.unpin)(location)
 
 
 def _existing(root: PathLike) -> Location:

@@ -1,6 +1,8 @@
-"""The versions that a manifest records."""
+"""What a manifest records of who wrote it."""
 
 import functools
+import getpass
+import socket
 import sys
 from importlib import metadata
 
@@ -17,3 +19,12 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "unknown"
     return found
+
+
+def written_by() -> str:
+    """`user@host` of this process; without a user where the system does not name one."""
+    try:
+        user = f"{getpass.getuser()}@"
+    except (OSError, KeyError, ImportError):  # a container may run under an id without a name
+        user = ""
+    return f"{user}{socket.gethostname()}".encode("utf-8", "replace").decode()
