@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -54,6 +55,7 @@ class Wire:
     def __init__(self, port: int, *, hide: bytes = b"") -> None:
         self._to = port
         self._hide = hide
+        self._last: re.Pattern[bytes] | None = None
         self._asked: list[bytes] = []
         self._open: list[socket.socket] = []
         self._listen(0)
@@ -72,6 +74,10 @@ class Wire:
         """How often a request has had this text."""
         return b"".join(self._asked).count(text)
 
+    def cut_at(self, pattern: bytes) -> None:
+        """Cut it as soon as a request matches, which the server does not get to see."""
+        self._last = re.compile(pattern)
+
     def cut(self) -> None:
         """From now on nobody answers here."""
         # A thread that waits in accept() keeps the port open until it is woken.
@@ -85,6 +91,7 @@ class Wire:
 
     def mend(self) -> None:
         """Answer again, at the same port."""
+        self._last = None
         self._listen(self.port)
 
     def _accept(self, server: socket.socket) -> None:
@@ -101,6 +108,8 @@ class Wire:
             while data := source.recv(1 << 16):
                 if asks:
                     self._asked.append(data[:4096])
+                    if self._last and self._last.search(data):
+                        return self.cut()
                     if self._hide:
                         data = data.replace(self._hide, b"x" * len(self._hide))
                 sink.sendall(data)

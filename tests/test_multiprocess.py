@@ -16,7 +16,7 @@ import pytree_ckpt as pc
 from pytree_ckpt.format import shardings as ckpt_shardings
 from pytree_ckpt.format.paths import Key
 from pytree_ckpt.plan.saving import ArrayForm, plan_save
-from pytree_ckpt.store import commit, writing
+from pytree_ckpt.store import commit, object_commit, writing
 from pytree_ckpt.verbs import manager
 from tests import stranger
 from tests.bitwise import assert_same
@@ -237,7 +237,10 @@ POINTS = {
     "before its table": (writing.tables, "to_bytes"),
     "before the commit": (commit.Attempt, "commit"),
     "within the commit": (commit.Attempt, "_create"),
+    "before the commit to a store": (object_commit.ObjectAttempt, "commit"),
+    "within the commit to a store": (object_commit.ObjectAttempt, "_put"),
 }
+OF_ALL = list(POINTS)[:3]
 
 
 def save_failing(path: str, process: int, point: str, error: BaseException) -> None:
@@ -255,7 +258,10 @@ def save_failing(path: str, process: int, point: str, error: BaseException) -> N
 
 @pytest.mark.parametrize(
     ("process", "point"),
-    [(0, point) for point in POINTS] + [(1, point) for point in list(POINTS)[:3]],
+    [
+        *((1, point) for point in OF_ALL),
+        *((0, point) for point in (*OF_ALL, "before the commit", "within the commit")),
+    ],
 )
 def test_what_fails_on_one_process_fails_on_all_and_commits_nothing(
     pair: Cluster, tmp_path: Path, process: int, point: str

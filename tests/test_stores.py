@@ -364,13 +364,19 @@ def test_damage_in_a_store_is_found_and_named(
 # --- requests -----------------------------------------------------------------------------------
 
 
-def test_the_steps_of_a_root_are_one_request(wire: Wire) -> None:
-    root = "s3://bucket/listed"
-    for step in range(5):
-        pc.save(pc.step_path(root, step), {"step": step})
+@pytest.mark.parametrize(("count", "pages"), [(5, 1), (1001, 2)])
+def test_the_steps_of_a_root_are_one_request_for_each_thousand_objects(
+    wire: Wire, count: int, pages: int
+) -> None:
+    root = f"s3://bucket/listed/{count}"
+    objects = [place_of(f"{pc.step_path(root, step)}/manifest.msgpack") for step in range(count)]
+    for written in [place.objects.store.write(place.key, b"") for place in objects]:
+        written.result()
     before = wire.count(b"HTTP/1.1")
-    assert pc.steps(root) == [0, 1, 2, 3, 4]
-    assert wire.count(b"HTTP/1.1") == before + 1
+    assert pc.steps(root) == list(range(count))
+    assert wire.count(b"HTTP/1.1") == before + pages
+    assert pc.latest_step(root) == count - 1
+    assert wire.count(b"HTTP/1.1") == before + 2 * pages
 
 
 # --- where it is, and who asks ------------------------------------------------------------------
