@@ -1,8 +1,9 @@
 """Settings of a save and of a load, with their invariants."""
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 MIB = 1 << 20
 
@@ -80,13 +81,47 @@ class LoadOptions:
         _check_bounds(self)
 
 
+_Options = TypeVar("_Options", SaveOptions, LoadOptions)
+
+
+def given_or_default(options: object, kind: type[_Options]) -> _Options:
+    """The options that a caller gave, or the defaults for None.
+
+    Raises:
+        TypeError: They are of another class.
+    """
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise TypeError(f"options must be {kind.__name__}(...) or None, not {options!r}")
+    return options
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse a setting that is no int of at least 1.
+
+    Raises:
+        ValueError: With the name and the value.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1, not {value!r}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Refuse a time that is no number above 0.
+
+    Raises:
+        ValueError: With the name and the value.
+    """
+    if not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
+
+
 def _check_bounds(options: SaveOptions | LoadOptions) -> None:
-    if options.max_inflight_bytes < 1:
-        raise ValueError(f"max_inflight_bytes must be at least 1, not {options.max_inflight_bytes}")
-    if options.threads is not None and options.threads < 1:
-        raise ValueError(f"threads must be at least 1, not {options.threads}")
+    check_count("max_inflight_bytes", options.max_inflight_bytes)
+    if options.threads is not None:
+        check_count("threads", options.threads)
     progress = options.progress
     if not (isinstance(progress, bool) or progress == "auto" or callable(progress)):
         raise ValueError(f"progress must be True, False, 'auto' or a function, not {progress!r}")
-    if not options.timeout_s > 0:
-        raise ValueError(f"timeout_s must be positive, not {options.timeout_s}")
+    check_seconds("timeout_s", options.timeout_s)

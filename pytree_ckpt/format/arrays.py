@@ -27,7 +27,7 @@ class ArraySpec:
 
     Attributes:
         shape: Shape as stored. For keys it ends with the `key_ndim` dimensions of the key data.
-        sharding: None for an array of the host.
+        sharding: None for a host array.
         shard_shape: Cell of the grid of zarr shards; a shard is written by one process.
         chunk_shape: Cell of the grid of chunks within a shard; a chunk has one digest.
         weak_type: Whether JAX promotes the array like a Python scalar.

@@ -4,8 +4,10 @@ A path has three forms, each injective within one tree: the keys themselves, a t
 (`params/dense/kernel`), and a file name that is safe on every file system.
 """
 
+import difflib
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,9 @@ KeyKind = Literal["str", "int", "list", "tuple", "attr", "flat"]
 KEY_KINDS: tuple[KeyKind, ...] = ("str", "int", "list", "tuple", "attr", "flat")
 """A `dict` key that is a `str` or an `int`, an index of a list or tuple, the name of a field, or
 the position of a child in a node that names none of its children."""
+
+_MAX_COMPARED = 2000
+"""Texts among which the nearest is looked for."""
 
 MAX_KEY_DIGITS = 400
 """Longest `int` key, in decimal digits."""
@@ -127,6 +132,17 @@ def to_file_names(paths: Sequence[Path]) -> list[str]:
 def is_safe_file_name(name: str) -> bool:
     """Whether a name read from a file can only name an entry of its own folder."""
     return _FILE_NAME.fullmatch(name) is not None and not name.startswith(".")
+
+
+def nearest(text: str, known: Iterable[str]) -> str:
+    """A note of the known text that is spelled most like another; empty if none is.
+
+    Example:
+        >>> nearest("opt_stat", ["params", "opt_state"])
+        ' (nearest: opt_state)'
+    """
+    found = difflib.get_close_matches(text, itertools.islice(known, _MAX_COMPARED), n=1)
+    return f" (nearest: {found[0]})" if found else ""
 
 
 def from_text(text: str, known: Iterable[str]) -> str | None:

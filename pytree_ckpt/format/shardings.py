@@ -177,7 +177,7 @@ def holders(sharding: Sharding | None, shape: Shape) -> dict[int, list[int]]:
 
 
 def devices_of(sharding: Sharding | None, shape: Shape, box: Box) -> tuple[int, ...]:
-    """Ids of the devices that hold a part of `box`, ascending; none for an array of the host.
+    """Ids of the devices that hold a part of `box`, ascending; none for a host array.
 
     Example:
         >>> mesh = Mesh(axis_names=("x",), axis_sizes=(2,), axis_types=("Auto",), device_ids=(4, 5))

@@ -40,10 +40,11 @@ class StepNames:
     width: int = 8
 
     def __post_init__(self) -> None:
-        if any(c in self.prefix for c in "/\\\0") or self.prefix.startswith("."):
+        prefix = str(self.prefix)
+        if prefix != self.prefix or any(c in prefix for c in "/\\\0") or prefix.startswith("."):
             raise ValueError(f"a step prefix cannot be {self.prefix!r}")
-        if not 0 <= self.width <= 64:
-            raise ValueError(f"a step has 0 to 64 digits, not {self.width}")
+        if self.width not in range(65):
+            raise ValueError(f"a step has 0 to 64 digits, not {self.width!r}")
 
     def name(self, step: Any) -> str:
         """The folder of a step.

@@ -94,4 +94,7 @@ def check_metadata(value: Any, where: str = "metadata", depth: int = 0) -> Any:
             if not isinstance(key, str):
                 raise TypeError(f"{where} has the key {key!r}; keys must be strings")
         return {k: check_metadata(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
-    raise TypeError(f"{where} is a {type(value).__name__}; metadata must be JSON-like")
+    raise TypeError(
+        f"{where} is of type {type(value).__name__}; it can be None, bool, int, float, str, bytes, "
+        "list, tuple or dict"
+    )

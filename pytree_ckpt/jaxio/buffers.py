@@ -27,7 +27,7 @@ HostArray = npt.NDArray[Any]
 
 
 class _Shards:
-    """The shards of an array that is no longer needed itself: arrays of the host, or on their way.
+    """The shards of an array that is no longer needed itself: host arrays, or on their way.
 
     They have numbers, as those of a jax.Array have.
     """

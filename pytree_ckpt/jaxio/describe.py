@@ -33,7 +33,7 @@ class Described:
         arrays: The arrays by leaf; keys as their data.
         values: The Python values, in order.
         per_process: The values of this process, by leaf.
-        copied: Leaves that every process has a copy of: arrays of the host, and arrays that are
+        copied: Leaves that every process has a copy of: host arrays, and arrays that are
             on devices of one process only. Process 0 saves its own.
     """
 

@@ -1,4 +1,4 @@
-"""Typed random keys: their data, and the name of what they are keys of."""
+"""Typed PRNG keys: their data, and the name of what they are keys of."""
 
 import functools
 from typing import Any

@@ -154,8 +154,20 @@ def named(mesh: jax.sharding.Mesh, sharding: Named) -> NamedSharding:
 
     Raises:
         ValueError: The mesh lacks an axis of the spec, or the devices that kind of memory.
+        TypeError: It is no mesh.
     """
+    check_mesh(mesh)
     return NamedSharding(mesh, rebuild_spec(sharding.spec), memory_kind=sharding.memory_kind)
+
+
+def check_mesh(mesh: object) -> None:
+    """Refuse what a caller gave as `mesh=` and is none.
+
+    Raises:
+        TypeError: With what it is.
+    """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh of devices, not {mesh!r}")
 
 
 def ambient_mesh() -> jax.sharding.Mesh | None:

@@ -53,6 +53,8 @@ def describe_target(target: Any, *, mesh: jax.sharding.Mesh | None) -> TargetTre
     leaves: list[Target] = []
     refused = list(flat.refused)
     mismatches: list[Mismatch] = []
+    if mesh is not None:
+        shardings.check_mesh(mesh)
     concrete = mesh if mesh is not None else shardings.ambient_mesh()
     for path, leaf in zip(paths, flat.leaves, strict=True):
         try:

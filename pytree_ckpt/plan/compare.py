@@ -1,6 +1,5 @@
 """Does a request fit a checkpoint? Every reason why not, from plain data."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Shape
 from pytree_ckpt.format.manifest import Leaf, Manifest
-from pytree_ckpt.format.paths import Path, to_text
+from pytree_ckpt.format.paths import Path, nearest, to_text
 from pytree_ckpt.format.shardings import Sharding, cell_of, same_layout
 from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.plan.restructure import Restructured, Source
@@ -89,8 +88,7 @@ def _missing(
             reason += f" (saved under a key of another kind: {_kinds(texts[text].path)}, wanted "
             reason += f"{_kinds(path)})"
         elif at < MAX_SUGGESTIONS:
-            near = difflib.get_close_matches(text, candidates[:2000], n=1)
-            note = f" (nearest: {near[0]})" if near else ""
+            note = nearest(text, candidates)
         found.append(Mismatch(path=text, kind="missing", text=f"{reason}{note}", reason=reason))
     return found
 
@@ -109,11 +107,12 @@ def _containers(saved: Restructured, wanted: Tree, *, partial: bool) -> list[Mis
     for path, kind in want.items():
         if have.get(path) != kind and not partial:
             was = have.get(path)
+            saved_as = "not" if was is None else _empty(was)
             found.append(
                 Mismatch(
                     path=to_text(path),
                     kind="structure",
-                    text=f"{_empty(was)} in the checkpoint, {_empty(kind)} in the target",
+                    text=f"{_empty(kind)} in the target, {saved_as} in the checkpoint",
                     saved=was,
                     wanted=kind,
                 )
@@ -132,9 +131,7 @@ def _containers(saved: Restructured, wanted: Tree, *, partial: bool) -> list[Mis
     return found
 
 
-def _empty(kind: str | None) -> str:
-    if kind is None:
-        return "no empty node"
+def _empty(kind: str) -> str:
     return "None" if kind == "none" else f"an empty {kind} node"
 
 

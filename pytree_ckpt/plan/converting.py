@@ -20,6 +20,7 @@ from pytree_ckpt.format.paths import Path
 from pytree_ckpt.format.shardings import Sharding
 from pytree_ckpt.format.tables import Ints
 from pytree_ckpt.format.trees import NodeKind, Tree, from_ends
+from pytree_ckpt.options import check_count
 from pytree_ckpt.plan import chunking, patterns, saving
 from pytree_ckpt.plan.layouts import Layout, Shardings
 from pytree_ckpt.plan.loading import plan_reads
@@ -112,6 +113,8 @@ def plan_convert(
         ValueError: A pattern that is none, or an unknown dtype.
         MismatchError: What is asked for does not fit the checkpoint, with every reason.
     """
+    if max_chunk_nbytes is not None:
+        check_count("max_chunk_nbytes", max_chunk_nbytes)
     layout = layout or Layout()
     leaves, tree, wrong = _selected(manifest, select)
     shardings = Shardings(manifest, layout)
@@ -157,6 +160,8 @@ def _selected(manifest: Manifest, select: Sequence[str]) -> tuple[list[Leaf], Tr
     """The leaves that any pattern matches, in the tree that is left of them."""
     if not select:
         return list(manifest.leaves), manifest.tree, []
+    if not isinstance(select, Sequence):
+        raise ValueError(f"select must be a pattern or a list of them, not {select!r}")
     wanted = {text: patterns.parse(text) for text in select}
     leaves = [
         leaf
@@ -205,11 +210,15 @@ class _Casts:
     def __init__(self, dtype: Mapping[str, str]) -> None:
         self.passed_over: list[str] = []
         self._wrong: list[Mismatch] = []
+        if not isinstance(dtype, Mapping):
+            raise ValueError(
+                f"dtype must be a dict such as {{'params/**': 'bfloat16'}}, not {dtype!r}"
+            )
         self._rules = [(patterns.parse(text), name) for text, name in dtype.items()]
         self._unused = dict.fromkeys(dtype)
         for name in dtype.values():
             if not dtypes.is_known(name):
-                raise ValueError(f"dtype {name!r} is not known")
+                raise ValueError(f"a dtype is given by its name, such as 'bfloat16', not {name!r}")
 
     def of(self, leaf: Leaf) -> str:
         """The dtype to store a leaf in."""
@@ -226,7 +235,7 @@ class _Casts:
                 return name
             if not pattern.wildcards:
                 self._unused.pop(pattern.text, None)
-                self._refuse(leaf.text, f"random keys are no numbers, they cannot become {name}")
+                self._refuse(leaf.text, f"PRNG keys are no numbers, they cannot become {name}")
             elif leaf.text not in self.passed_over:
                 self.passed_over.append(leaf.text)
         return saved

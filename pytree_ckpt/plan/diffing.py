@@ -33,7 +33,7 @@ class ValueDifference:
     Attributes:
         count: Elements whose bits differ.
         max_abs: Greatest absolute difference; NaN where a NaN meets a number, and then `at` is
-            such a place. None where the elements are no numbers, as random keys are not.
+            such a place. None where the elements are no numbers, as PRNG keys are not.
         at: Where it is.
     """
 

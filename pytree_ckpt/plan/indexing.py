@@ -31,7 +31,10 @@ def to_box(
     at = dots[0] if dots else len(given)
     fill = [slice(None)] * (len(shape) - len(given) + len(dots))
     items = [*given[:at], *fill, *given[at + len(dots) :]]
-    parts = [_part(item, extent) for item, extent in zip(items, shape, strict=True)]
+    parts = [
+        _part(item, extent, dimension)
+        for dimension, (item, extent) in enumerate(zip(items, shape, strict=True))
+    ]
     box = Box(tuple(start for start, _, _ in parts), tuple(stop for _, stop, _ in parts))
     # As in numpy, with an ellipsis the result is an array even where no dimension is left.
     return box, (*(rest for _, _, rest in parts), *([...] if dots else []))
@@ -47,7 +50,7 @@ def _checked(item: Any) -> Index:
     return operator.index(item)
 
 
-def _part(item: Any, extent: int) -> tuple[int, int, int | slice]:
+def _part(item: Any, extent: int, dimension: int) -> tuple[int, int, int | slice]:
     """Start and stop of the box in one dimension, and the index within."""
     if isinstance(item, slice):
         taken = range(*item.indices(extent))
@@ -57,5 +60,7 @@ def _part(item: Any, extent: int) -> tuple[int, int, int | slice]:
         stop = taken[-1] - low + (1 if taken.step > 0 else -1)
         return low, high, slice(taken[0] - low, None if stop < 0 else stop, taken.step)
     if not -extent <= item < extent:
-        raise IndexError(f"index {item} is out of bounds for an extent of {extent}")
+        raise IndexError(
+            f"index {item} is out of bounds for dimension {dimension} of size {extent}"
+        )
     return item % extent, item % extent + 1, 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pytree_ckpt.errors import Mismatch
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Spec, cell_of
+from pytree_ckpt.options import check_count
 from pytree_ckpt.plan import patterns
 
 SpecLike = str | Sequence[str | Sequence[str] | None]
@@ -20,7 +21,7 @@ class Layout:
         specs: Partition specs by pattern of leaf paths; the first that matches counts. A spec is
             an entry for each dimension: an axis, None, or several axes; or all of that as text,
             `"data+model,None"`. Leaves that none matches keep their spec, on the new mesh. An
-            array of the host that one matches becomes an array on devices.
+            host array that one matches becomes an array on devices.
         process_count: Processes of the job that will load the checkpoint.
 
     Raises:
@@ -37,9 +38,14 @@ class Layout:
     process_count: int | None = None
 
     def __post_init__(self) -> None:
-        if self.process_count is not None and self.process_count < 1:
-            raise ValueError(f"process_count must be at least 1, not {self.process_count}")
+        if self.process_count is not None:
+            check_count("process_count", self.process_count)
+        if self.mesh is not None:
+            _check_mapping("mesh", self.mesh, "{'data': 4, 'model': 2}")
+            for axis, size in self.mesh.items():
+                check_count(f"mesh axis {axis!r}", size)
         self.mesh_of_devices()
+        _check_mapping("specs", self.specs, "{'params/**/kernel': 'model,None'}")
         for pattern, spec in self.specs.items():
             patterns.parse(pattern)
             parse_spec(spec)
@@ -59,20 +65,31 @@ class Layout:
         )
 
 
+def _check_mapping(name: str, value: object, example: str) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dict such as {example}, not {value!r}")
+
+
 def parse_spec(spec: SpecLike) -> Spec:
     """A partition spec from what a person writes.
 
     Example:
         >>> parse_spec("data+model,None"), parse_spec([None, "model"])
         ((('data', 'model'), ()), ((), ('model',)))
+
+    Raises:
+        ValueError: Neither text nor a sequence of axis names.
     """
     if isinstance(spec, str):
         parts = [part.strip() for part in spec.split(",")] if spec.strip() else []
         return tuple(() if part in ("None", "") else tuple(part.split("+")) for part in parts)
-    return tuple(
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        for entry in spec
-    )
+    try:
+        return tuple(
+            () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            for entry in spec
+        )
+    except TypeError:
+        raise ValueError(f"a spec is text such as 'data,None' or P('data'), not {spec!r}") from None
 
 
 class Shardings:
@@ -86,7 +103,7 @@ class Shardings:
         self._unused = dict.fromkeys(layout.specs)
 
     def of(self, leaf: Leaf) -> Sharding | None:
-        """The sharding of a leaf, None for an array of the host."""
+        """The sharding of a leaf, None for a host array."""
         saved = None if leaf.spec is None else leaf.spec.sharding
         found = self._wanted(leaf, saved)
         if isinstance(found, str):

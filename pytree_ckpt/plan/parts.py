@@ -1,11 +1,10 @@
 """Which parts of a training state a checkpoint has: its parameters, its optimizer, its place."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 from pytree_ckpt.errors import Mismatch, MismatchError
 from pytree_ckpt.format.manifest import Manifest
-from pytree_ckpt.format.paths import to_text
+from pytree_ckpt.format.paths import nearest, to_text
 from pytree_ckpt.plan import patterns
 
 Part = bool | str | Sequence[str]
@@ -61,9 +60,8 @@ def _missing(name: str, pattern: str, nodes: Mapping[str, str]) -> Mismatch:
         note = f": {asked} is None"
     else:
         # A node of this name somewhere else is nearer than one that is spelled like it.
-        near = [node for node in nodes if node.rpartition("/")[2] == asked]
-        near = near or difflib.get_close_matches(asked, list(nodes)[:2000], n=1)
-        note = f" (nearest: {near[0]})" if near else ""
+        namesakes = [node for node in nodes if node.rpartition("/")[2] == asked]
+        note = f" (nearest: {namesakes[0]})" if namesakes else nearest(asked, nodes)
     return Mismatch(path=name, kind="missing", text=f"nothing matches {pattern!r}{note}")
 
 

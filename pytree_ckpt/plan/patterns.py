@@ -48,8 +48,10 @@ def parse(text: str) -> Pattern:
     """A pattern from its text; slashes at the ends do not count.
 
     Raises:
-        ValueError: `**` beside other characters of a key, an empty key, `{}` twice.
+        ValueError: No str, `**` beside other characters of a key, an empty key, `{}` twice.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"a pattern is a str such as 'params/**', not {text!r}")
     tokens: list[str] = []
     regex = ""
     for key in _rooted(text.strip("/")).split("/")[1:]:

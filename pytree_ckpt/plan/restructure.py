@@ -6,15 +6,14 @@ that two paths can be swapped.
 """
 
 import dataclasses
-import difflib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pytree_ckpt.errors import Mismatch, MismatchError
 from pytree_ckpt.format.manifest import Leaf, Manifest
-from pytree_ckpt.format.paths import Path, key_from_text, to_text
+from pytree_ckpt.format.paths import Path, key_from_text, nearest, to_text
 from pytree_ckpt.format.trees import NodeKind, Tree, from_ends
 from pytree_ckpt.plan import patterns, stacking
 from pytree_ckpt.plan.patterns import Pattern
@@ -118,7 +117,7 @@ def restructure(
     rules = [
         _rule(verb, left, right)
         for verb, given in zip(_NUMBERS, (rename, stack, unstack), strict=True)
-        for left, right in (given or {}).items()
+        for left, right in _pairs(verb, given)
     ]
     if not rules:
         sources = tuple(Source(leaf=leaf, parts=(leaf,)) for leaf in manifest.leaves)
@@ -132,6 +131,16 @@ _NUMBERS: Mapping[Verb, tuple[list[int], str]] = {
     "unstack": ([0, 1], "the right side has one '{}', the index, and the left side none"),
 }
 """How often the index is on either side."""
+
+
+def _pairs(verb: Verb, given: object) -> Iterable[tuple[str, str]]:
+    if given is None:
+        return ()
+    if not isinstance(given, Mapping) or not all(
+        isinstance(side, str) for pair in given.items() for side in pair
+    ):
+        raise ValueError(f"{verb} must be a dict of saved paths to new paths, not {given!r}")
+    return given.items()
 
 
 def _rule(verb: Verb, left: str, right: str) -> _Rule:
@@ -236,9 +245,7 @@ class _Restructuring:
         texts = [leaf.text for leaf in self._manifest.leaves]
         if any(rule.match(text) for text in texts):
             return rule.wrong("all that it matches is taken by rules before it")
-        near = difflib.get_close_matches(rule.name, texts[:2000], n=1)
-        note = f" (nearest: {near[0]})" if near else ""
-        return rule.wrong(f"matches nothing in the checkpoint{note}")
+        return rule.wrong(f"matches nothing in the checkpoint{nearest(rule.name, texts)}")
 
     def _stack(self, rule: _Rule, text: str, parts: list[tuple[int, Leaf]]) -> None:
         leaves = tuple(leaf for _, leaf in parts)

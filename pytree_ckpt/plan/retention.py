@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pytree_ckpt.format.steps import checked_step
+from pytree_ckpt.options import check_seconds
 
 BestMode = Literal["min", "max"]
 
@@ -41,14 +42,19 @@ class Keep:
             value = getattr(self, rule)
             if value is not None and not _is_count(value):
                 raise ValueError(f"Keep({rule}={value!r}): must be positive, or None for no rule")
-        if self.newer_than is not None and not self.newer_than > 0:
-            raise ValueError(f"Keep(newer_than={self.newer_than!r}): must be positive, or None")
+        if self.newer_than is not None:
+            check_seconds("newer_than", self.newer_than)
         if self.best is not None:
-            name, mode, count = self.best
-            if not name or mode not in ("min", "max") or not _is_count(count):
-                raise ValueError(
-                    f"Keep(best={self.best!r}): needs a name, 'min' or 'max', and a count"
-                )
+            match self.best:
+                case (str(name), "min" | "max", count) if name and _is_count(count):
+                    pass
+                case _:
+                    raise ValueError(
+                        f"Keep(best={self.best!r}): must be like ('loss', 'min', 3), "
+                        "a metric, 'min' or 'max', and a count"
+                    )
+        if not isinstance(self.pinned, Collection):
+            raise ValueError(f"Keep(pinned={self.pinned!r}): must be a list of steps")
         object.__setattr__(self, "pinned", frozenset(map(checked_step, self.pinned)))
         if not any((self.last, self.every, self.best, self.pinned, self.newer_than)):
             raise ValueError("Keep without any rule would delete everything")

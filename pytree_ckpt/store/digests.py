@@ -34,7 +34,7 @@ def new_digest(name: str) -> NewDigest:
         import xxhash
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "the digest xxh3_128 needs the package xxhash: pip install 'pytree-ckpt[xxhash]'",
+            "the digest xxh3_128 needs the package xxhash: pip install xxhash",
             name="xxhash",
         ) from None
     start: NewDigest = xxhash.xxh3_128

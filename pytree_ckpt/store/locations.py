@@ -188,9 +188,9 @@ def locate(path: PathLike) -> Location:
     """
     from pytree_ckpt.store.folders import Folder
 
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise TypeError(f"a path must be str or pathlib.Path, not {type(path).__name__}")
+        raise TypeError(f"a path must be a str or a pathlib.Path, not {path!r}")
     found = _URL.match(text)
     if found and found[1].lower() == "file":
         text = _path_of_file_url(text)
@@ -205,7 +205,7 @@ def locate(path: PathLike) -> Location:
     elif _URL_FROM_PATHLIB.match(text):
         raise CheckpointError(f"{text!r} is what pathlib makes of a URL; give the URL as a str")
     if not text or "\0" in text:
-        raise CheckpointError("the path of a checkpoint is empty or has a NUL character")
+        raise CheckpointError(f"a path cannot be empty or have a NUL character: {text!r}")
     absolute = os.path.abspath(os.path.expanduser(text))
     try:
         absolute.encode()

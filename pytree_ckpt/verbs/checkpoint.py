@@ -12,9 +12,9 @@ from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, whole
 from pytree_ckpt.format.manifest import Leaf
-from pytree_ckpt.format.paths import from_text
+from pytree_ckpt.format.paths import from_text, nearest
 from pytree_ckpt.format.tables import ShardIndex
-from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.options import LoadOptions, given_or_default
 from pytree_ckpt.pictures.pages import manifest_html
 from pytree_ckpt.plan.indexing import Index, to_box
 from pytree_ckpt.plan.loading import plan_reads
@@ -38,7 +38,7 @@ def open_checkpoint(
         ...         print(ckpt.keys(), ckpt["step"], ckpt["w"][1, 1:3])
         ['step', 'w'] 7 [5. 6.]
     """
-    return Checkpoint(path, verify=verify, options=options or LoadOptions())
+    return Checkpoint(path, verify=verify, options=given_or_default(options, LoadOptions))
 
 
 class Checkpoint:
@@ -65,17 +65,21 @@ class Checkpoint:
         return len(self.manifest.leaf_codes)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and from_text(key, self.manifest.by_text) is not None
+        return self._text(key) is not None
 
     def __getitem__(self, key: str) -> Any:
         """A `StoredArray`, a Python value, or the list of the values of all processes."""
         return self._value(self.leaf(key))
 
+    def _text(self, key: object) -> str | None:
+        return from_text(key, self.manifest.by_text) if isinstance(key, str) else None
+
     def leaf(self, key: str) -> Leaf:
         """What the manifest says of a leaf."""
-        text = from_text(key, self.manifest.by_text)
+        text = self._text(key)
         if text is None:
-            raise KeyError(f"no leaf {key!r} in {self._location}; keys() lists them")
+            near = nearest(str(key), self.manifest.by_text)
+            raise KeyError(f"no leaf {key!r} in {self._location}{near}; keys() lists them")
         return self.manifest.by_text[text]
 
     def _value(self, leaf: Leaf) -> Any:

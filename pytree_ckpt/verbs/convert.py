@@ -14,7 +14,13 @@ from pytree_ckpt.errors import CheckpointError, PeerTimeoutError
 from pytree_ckpt.format import manifest_file, tables, wire
 from pytree_ckpt.format.manifest import Manifest, TableRef, data_dir
 from pytree_ckpt.format.tables import ShardIndex, Table
-from pytree_ckpt.options import LoadOptions, SaveOptions
+from pytree_ckpt.options import (
+    LoadOptions,
+    SaveOptions,
+    check_count,
+    check_seconds,
+    given_or_default,
+)
 from pytree_ckpt.plan.converting import BATCH_NBYTES, ConvertPlan, plan_convert
 from pytree_ckpt.plan.layouts import Layout
 from pytree_ckpt.progress import showing
@@ -103,10 +109,11 @@ def convert(
         ...     print(pc.read_manifest(folder + "/b").leaves[0])
         params/w  bfloat16[4, 6] P('data', None) on mesh(data=2)
     """
-    number, count = process or (0, workers)
-    if not 0 <= number < count or (process and workers != 1):
-        raise ValueError(f"process {process} of {workers} workers")
-    options = options or SaveOptions()
+    number, count = _place(process, workers)
+    check_seconds("timeout_s", timeout_s)
+    if not isinstance(layout, Layout | str | os.PathLike | None):
+        raise TypeError(f"layout must be Layout(...) or the path of a checkpoint, not {layout!r}")
+    options = given_or_default(options, SaveOptions)
     manifest, held = locate(src).open_to_read()
     with held:
         like = None if layout is None or isinstance(layout, Layout) else layout
@@ -155,6 +162,19 @@ def convert(
             return job.run(check)
 
 
+def _place(process: tuple[int, int] | None, workers: int) -> tuple[int, int]:
+    """Which process this is, of how many."""
+    check_count("workers", workers)
+    match process:
+        case None:
+            return 0, workers
+        case (int(number), int(count)) if 0 <= number < count and workers == 1:
+            return number, count
+    raise ValueError(
+        f"process must be (i, n) with 0 <= i < n, and workers 1, not {process!r} and {workers}"
+    )
+
+
 class _Job:
     """What one process of a conversion does."""
 
@@ -170,7 +190,7 @@ class _Job:
         options: SaveOptions,
     ) -> None:
         if dst.path is None:
-            raise CheckpointError(f"a conversion goes on where it was, for which {dst} is no place")
+            raise CheckpointError(f"convert writes to a disk, and {dst} is in an object store")
         self._src, self._dst, self._folder = src, dst, dst.path
         self._manifest = manifest
         self._plan = plan

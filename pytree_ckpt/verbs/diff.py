@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pytree_ckpt.format import values, wire
 from pytree_ckpt.format.boxes import Box
-from pytree_ckpt.options import LoadOptions, Progress
+from pytree_ckpt.options import LoadOptions, Progress, given_or_default
 from pytree_ckpt.pictures.pages import differences_html
 from pytree_ckpt.pictures.text import count_text
 from pytree_ckpt.plan import diffing
@@ -81,7 +81,7 @@ def diff(
         ...     print(*diff(f"{folder}/a", f"{folder}/b").differences)
         w  values: 4 elements differ, by at most 20 at [5]
     """
-    settings = options or LoadOptions()
+    settings = given_or_default(options, LoadOptions)
     with (
         Checkpoint(a, verify=True, options=settings) as one,
         Checkpoint(b, verify=True, options=settings) as other,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Grid
 from pytree_ckpt.format.manifest import Leaf
-from pytree_ckpt.options import LoadOptions, Progress
+from pytree_ckpt.options import LoadOptions, Progress, given_or_default
 from pytree_ckpt.plan.statistics import Statistics, statistics_of
 from pytree_ckpt.progress import showing
 from pytree_ckpt.store.locations import PathLike
@@ -67,7 +67,7 @@ def inspect_leaf(
         >>> report.statistics.mean, [str(chunk.box) for chunk in report.chunks]
         (2.5, ['[0:6]'])
     """
-    settings = options or LoadOptions()
+    settings = given_or_default(options, LoadOptions)
     with Checkpoint(path, verify=True, options=settings) as checkpoint:
         found = checkpoint.leaf(leaf)
         spec = found.spec

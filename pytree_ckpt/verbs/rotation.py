@@ -24,6 +24,8 @@ class Rotation:
     """
 
     def __init__(self, root: Location, names: StepNames, keep: Keep | None) -> None:
+        if not isinstance(keep, Keep | None):
+            raise TypeError(f"keep must be Keep(...), such as Keep(last=3), not {keep!r}")
         self._root = root
         self._names = names
         self._keep = keep

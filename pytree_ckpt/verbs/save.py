@@ -7,7 +7,7 @@ from typing import Any
 
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.jaxio import processes
-from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.options import SaveOptions, given_or_default
 from pytree_ckpt.store.locations import PathLike
 from pytree_ckpt.verbs.pending import PendingSave
 from pytree_ckpt.verbs.save_job import SaveJob
@@ -127,7 +127,7 @@ def start_save(
     The caller counts as blocked since `started`, by `time.perf_counter()`.
     """
     started = time.perf_counter() if started is None else started
-    options = options or SaveOptions()
+    options = given_or_default(options, SaveOptions)
     if options.progress == "auto":
         # A bar would draw over what the training loop prints.
         options = dataclasses.replace(options, progress=False)

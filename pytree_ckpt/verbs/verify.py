@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
 from pytree_ckpt.format.manifest import Leaf, Manifest
-from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.options import LoadOptions, given_or_default
 from pytree_ckpt.pictures.pages import damage_html
 from pytree_ckpt.pictures.text import count_text, size_text
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
@@ -74,7 +74,7 @@ def verify(
         >>> report.ok, report.chunks, report.nbytes
         (True, 1, 48)
     """
-    location = locate(path)
+    location, settings = locate(path), given_or_default(options, LoadOptions)
     try:
         manifest, held = location.open_to_read()
     except NewerFormatError:
@@ -82,7 +82,7 @@ def verify(
     except FormatError as error:
         return _unreadable(location, str(error))
     with held:
-        return _verify(location, manifest, quick, options or LoadOptions())
+        return _verify(location, manifest, quick, settings)
 
 
 def _unreadable(location: Location, text: str) -> VerifyReport:
