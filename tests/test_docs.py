@@ -44,8 +44,9 @@ def _what_a_page_takes_for_granted(page: str) -> dict[str, Any]:
     if page == "README.md":
         return run | {"train_step": _step}
     if page == "docs/multihost.md":
-        here = types.SimpleNamespace(initialize=lambda: None)
-        return run | {"train_step": _step, "jax": types.SimpleNamespace(distributed=here)}
+        jax_ = types.SimpleNamespace(distributed=types.SimpleNamespace(initialize=lambda *_: None))
+        os_ = types.SimpleNamespace(environ={"JOB_COMPLETION_INDEX": "0"})
+        return run | {"train_step": _step, "jax": jax_, "os": os_}
     if page == "docs/resume.md":
         layers = {f"layer_{i}": {"kernel": np.full(2, i, np.float32)} for i in range(3)}
         saved = {"params": layers, "opt": {"m": 1}, "rng": jax.random.key(0), "step": 3}
