@@ -323,7 +323,7 @@ def test_a_manifest_that_is_no_file_is_refused_without_waiting(
 
 # --- failures -----------------------------------------------------------------------------------
 
-SYSTEM_CALLS = ["mkdir", "open", "write", "fsync", "link", "replace", "unlink", "rmdir", "scandir"]
+SYSTEM_CALLS = ["mkdir", "open", "writev", "fsync", "link", "replace", "unlink", "rmdir", "scandir"]
 SYSTEM_CALLS += ["listdir", "statvfs"]
 
 
@@ -413,7 +413,7 @@ def test_a_failure_at_any_call_leaves_the_old_checkpoint_or_the_new_one(
         at += 1
     print(at, "calls:", outcomes)
     assert at > 20
-    assert {name for name, _ in outcomes} >= {"mkdir", "write", "fsync", "replace"}
+    assert {name for name, _ in outcomes} >= {"mkdir", "writev", "fsync", "replace"}
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

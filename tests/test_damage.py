@@ -121,7 +121,7 @@ def array_bytes(path: Path) -> dict[str, set[int]]:
     for file in sorted((data / "arrays").rglob("c*")):
         spec = manifest.by_text[file.parent.name].spec
         assert spec is not None
-        places = chunk_ranges(file, spec.chunks_per_shard)
+        places = chunk_ranges(file, spec.chunks.size)
         found[label(file, path)] = {
             at for start, size in places for at in range(start, start + size)
         }

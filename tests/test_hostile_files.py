@@ -911,7 +911,7 @@ def test_an_edited_table_with_a_right_digest_is_refused_or_covers_all(
             continue
         for shard in range(leaf.spec.num_shards):
             entry = index.entry(leaf.index, shard, leaf.spec)
-            chunks = 1 if leaf.spec.storage == "packed" else leaf.spec.chunks_per_shard
+            chunks = 1 if leaf.spec.storage == "packed" else leaf.spec.chunks.size
             assert len(entry.digests) == 32 * chunks
 
 

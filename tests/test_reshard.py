@@ -100,7 +100,7 @@ def check_array(found: Any, original: np.ndarray, sharding: Any) -> None:
 
 
 def chunks_in(manifest: pc.Manifest) -> int:
-    return sum(s.num_shards * s.chunks_per_shard for s in manifest.leaf_specs if s is not None)
+    return sum(s.num_shards * s.chunks.size for s in manifest.leaf_specs if s is not None)
 
 
 def moved(
@@ -250,7 +250,7 @@ def test_small_limits_do_make_files_of_many_chunks(
     assert spec is not None
     assert spec.storage == "array"
     assert spec.num_shards > 4
-    assert spec.chunks_per_shard > 1
+    assert spec.chunks.size > 1
 
 
 # --- the moves that people make ---------------------------------------------------------------

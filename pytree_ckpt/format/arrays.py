@@ -1,7 +1,7 @@
 """How one array is stored: its logical form, its shards, its chunks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pytree_ckpt.format import dtypes
@@ -46,6 +46,10 @@ class ArraySpec:
     committed: bool = True
     key_impl: str | None = None
     key_ndim: int = 0
+    shards: Grid = field(init=False, repr=False, compare=False)
+    """The grid of shards over the array."""
+    chunks: Grid = field(init=False, repr=False, compare=False)
+    """The grid of chunks over a shard."""
 
     def __post_init__(self) -> None:
         if not dtypes.is_known(self.dtype):
@@ -65,7 +69,12 @@ class ArraySpec:
         if self.codec not in CODECS:
             raise ValueError(f"codec {self.codec!r} is not known to this release")
         Grid(self.shape, cell_of(self.sharding, self.shape))  # that it can be
-        shards, chunks = self.shards, Grid(self.shard_shape, self.chunk_shape)
+        shards, chunks = (
+            Grid(self.shape, self.shard_shape),
+            Grid(self.shard_shape, self.chunk_shape),
+        )
+        object.__setattr__(self, "shards", shards)
+        object.__setattr__(self, "chunks", chunks)
         if any(s % c for s, c in zip(self.shard_shape, self.chunk_shape, strict=True)):
             raise ValueError(f"chunks of {self.chunk_shape} do not divide {self.shard_shape}")
         if self.storage == "packed" and chunks.size != 1:
@@ -92,11 +101,6 @@ class ArraySpec:
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def shards(self) -> Grid:
-        """The grid of shards over the array."""
-        return Grid(self.shape, self.shard_shape)
-
-    @property
     def num_shards(self) -> int:
         return self.shards.size
 
@@ -108,7 +112,3 @@ class ArraySpec:
     def num_chunks(self) -> int:
         """Chunks of all shards; as they divide a shard, they are a grid over the array too."""
         return Grid(self.shape, self.chunk_shape).size
-
-    @property
-    def chunks_per_shard(self) -> int:
-        return Grid(self.shard_shape, self.chunk_shape).size

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Shape = tuple[int, ...]
 
@@ -85,16 +85,16 @@ class Grid:
 
     shape: Shape
     cell: Shape
+    counts: Shape = field(init=False, repr=False, compare=False)
+    """Cells in each dimension."""
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.cell):
             raise ValueError(f"a grid of {self.cell} does not fit an array of {self.shape}")
         if any(c < 1 for c in self.cell) or any(s < 0 for s in self.shape):
             raise ValueError(f"bad grid: array {self.shape}, cell {self.cell}")
-
-    @property
-    def counts(self) -> Shape:
-        return tuple(-(-s // c) for s, c in zip(self.shape, self.cell, strict=True))
+        counts = tuple(-(-s // c) for s, c in zip(self.shape, self.cell, strict=True))
+        object.__setattr__(self, "counts", counts)
 
     @property
     def size(self) -> int:

@@ -302,4 +302,4 @@ def _common_extent(spec: ArraySpec) -> tuple[int, int] | None:
     """Chunks and bytes that every shard has, None if the last ones are cut off."""
     if any(e % s for e, s in zip(spec.shape, spec.shard_shape, strict=True)):
         return None
-    return spec.chunks_per_shard, math.prod(spec.shard_shape) * spec.itemsize
+    return spec.chunks.size, math.prod(spec.shard_shape) * spec.itemsize

@@ -127,8 +127,11 @@ class HostViews:
             return part if part.dtype.isnative else part.astype(part.dtype.newbyteorder("="))
         self._touch(leaf, array)
         place = self._place(leaf, array)
-        start = tuple(a // c * c for a, c in zip(box.start, place.cell, strict=True))
-        number = place.number_at[start]
+        number = place.number_at.get(box.start)
+        start = box.start
+        if number is None:
+            start = tuple(a // c * c for a, c in zip(box.start, place.cell, strict=True))
+            number = place.number_at[start]
         if place.is_on_host:
             shard = np.asarray(array.addressable_data(number))
         else:

@@ -75,7 +75,7 @@ def check_shard(file: Location, spec: ArraySpec, leaf: str | None) -> None:
     if file.path is None:
         return
     shard_nbytes = math.prod(spec.shard_shape) * spec.itemsize
-    _check_files(_sizes([file]), shard_nbytes, spec.chunks_per_shard, leaf)
+    _check_files(_sizes([file]), shard_nbytes, spec.chunks.size, leaf)
 
 
 def check_window(data: Location, window: Window, packed: Packed, codec: str) -> None:

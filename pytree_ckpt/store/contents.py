@@ -144,7 +144,7 @@ def shard_nbytes(spec: ArraySpec) -> int | None:
         spec.shape
     ):
         return None
-    index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * spec.chunks_per_shard + _SHARD_INDEX_CHECKSUM_NBYTES
+    index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * spec.chunks.size + _SHARD_INDEX_CHECKSUM_NBYTES
     return math.prod(spec.shard_shape) * spec.itemsize + index_nbytes
 
 

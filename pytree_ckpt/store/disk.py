@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal, Self
 
 _FILE_MODE = 0o666
+_MOST_PARTS = 1024
+"""That `writev` takes on Linux and macOS."""
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -104,16 +106,22 @@ def write_new(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
-def create(path: Path) -> int:
+def create(path: Path | str) -> int:
     """A descriptor to write a file with that must not exist yet; links are not followed."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, _FILE_MODE)
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all bytes; the system may take fewer at a time."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def write_all(fd: int, *parts: bytes | memoryview) -> None:
+    """Write bytes one after the other; the system may take fewer at a time."""
+    rest = [memoryview(part) for part in parts]
+    at = 0
+    while at < len(rest):
+        done = os.writev(fd, rest[at : at + _MOST_PARTS])
+        while at < len(rest) and done >= len(rest[at]):
+            done -= len(rest[at])
+            at += 1
+        if done:
+            rest[at] = rest[at][done:]
 
 
 def read_file(path: Path, *, max_nbytes: int) -> bytes:
@@ -127,7 +135,7 @@ def read_file(path: Path, *, max_nbytes: int) -> bytes:
         return file.read(max_nbytes + 1)
 
 
-def open_file(path: Path) -> int:
+def open_file(path: Path | str) -> int:
     """A descriptor to read a regular file with; links are not followed.
 
     Raises:

@@ -166,7 +166,7 @@ class PackedReader:
         with (
             suppress(UnreadableError),
             open_raw(
-                (folder / zarr.shard_file((piece,))).path,
+                None if folder.path is None else f"{folder}/{zarr.shard_file((piece,))}",
                 chunk_nbytes=packed.chunk_nbytes,
                 chunks=packed.shard_nbytes // packed.chunk_nbytes,
                 present=-(-inside // packed.chunk_nbytes),

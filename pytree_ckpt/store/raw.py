@@ -9,9 +9,9 @@ Everything else, and everything that is wrong, is left to TensorStore to read or
 import functools
 import os
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,8 @@ _MISSING = 2**64 - 1
 
 @contextmanager
 def new_raw(
-    file: Path, *, chunk_nbytes: int, chunks: int, present: int
-) -> Iterator[Callable[[memoryview], None]]:
+    file: str, *, chunk_nbytes: int, chunks: int, present: int
+) -> Iterator[Callable[..., None]]:
     """A new shard file with the first `present` of its chunks; yields what appends their bytes.
 
     It is durable, but for its folder, at the end of the block.
@@ -43,7 +43,7 @@ def new_raw(
     Raises:
         OSError: The storage refused or failed.
     """
-    with _named(f"writing {file}"):
+    try:
         fd = disk.create(file)
         try:
             yield functools.partial(disk.write_all, fd)
@@ -51,6 +51,8 @@ def new_raw(
             os.fsync(fd)
         finally:
             os.close(fd)
+    except OSError as error:
+        raise _named(error, f"writing {file}") from None
 
 
 def blocks_of(flat: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
@@ -59,20 +61,17 @@ def blocks_of(flat: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
         yield flat[at : at + BLOCK_NBYTES].data
 
 
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, f"{what}: {error.strerror}") from None
+def _named(error: OSError, what: str) -> OSError:
+    """The error, with the file that it is about."""
+    if error.filename is not None:
+        return error
+    return OSError(error.errno, f"{what}: {error.strerror}")
 
 
 class RawShard:
     """An open shard file, whose first chunks are raw and in order."""
 
-    def __init__(self, file: Path, fd: int) -> None:
+    def __init__(self, file: str, fd: int) -> None:
         self._file = file
         self._fd = fd
 
@@ -83,32 +82,40 @@ class RawShard:
             OSError: The storage failed.
             UnreadableError: The file was cut short after it was opened.
         """
-        rest: memoryview = place.reshape(-1).view(np.uint8).data
-        while rest:
-            with _named(f"reading {self._file}"):
-                count = os.preadv(self._fd, [rest], start)
-            if not count:
-                raise UnreadableError(f"{self._file} was cut short while it was read")
-            rest, start = rest[count:], start + count
+        self._fill(place.reshape(-1).view(np.uint8).data, start)
 
     def fill_and_hash(
         self, place: npt.NDArray[Any], start: int, new_digest: NewDigest, clock: StageClock
     ) -> bytes:
         """As `fill`; the digest of what was read."""
         running = new_digest()
-        flat = place.reshape(-1).view(np.uint8)
-        for at in range(0, len(flat), BLOCK_NBYTES):
-            block = flat[at : at + BLOCK_NBYTES]
-            with clock.stage("read"):
-                self.fill(block, start + at)
-            with clock.stage("verify"):
-                running.update(block)
+        read = verified = 0.0
+        for block in blocks_of(place.reshape(-1).view(np.uint8)):
+            started = time.perf_counter()
+            self._fill(block, start)
+            middle = time.perf_counter()
+            running.update(block)
+            read += middle - started
+            verified += time.perf_counter() - middle
+            start += len(block)
+        clock.add("read", read)
+        clock.add("verify", verified)
         return bytes(running.digest())
+
+    def _fill(self, rest: memoryview, start: int) -> None:
+        while rest:
+            try:
+                count = os.preadv(self._fd, [rest], start)
+            except OSError as error:
+                raise _named(error, f"reading {self._file}") from None
+            if not count:
+                raise UnreadableError(f"{self._file} was cut short while it was read")
+            rest, start = rest[count:], start + count
 
 
 @contextmanager
 def open_raw(
-    file: Path | None, *, chunk_nbytes: int, chunks: int, present: int
+    file: str | None, *, chunk_nbytes: int, chunks: int, present: int
 ) -> Iterator[RawShard | None]:
     """The shard in a file that has the first `present` of its chunks, in order.
 

@@ -3,10 +3,8 @@
 import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
@@ -35,7 +33,7 @@ from pytree_ckpt.store.requests import (
     place_chunk,
     small_buffers,
 )
-from pytree_ckpt.store.workers import Workers, thread_count
+from pytree_ckpt.store.workers import Batch, Workers, thread_count
 
 
 class CheckpointReader:
@@ -64,6 +62,7 @@ class CheckpointReader:
         self._check = ChunkCheck(manifest.digest, verify=verify, clock=self._clock)
         self._ctx = arrays.context(threads=self._threads)
         self._stores: dict[int, ts.TensorStore] = {}
+        self._folders: dict[str, Location] = {}
         contents.refuse_link(self._data, None)
 
     @cached_property
@@ -109,20 +108,15 @@ class CheckpointReader:
         # Built before the threads share it.
         _ = self.index
         # One more than processors, because each waits for TensorStore before it hashes.
-        with Workers(self._threads + 1, "pytree_ckpt-load") as pool:
-            ahead: deque[tuple[Group, list[Future[None]]]] = deque()
-            try:
-                for group in self._groups(requests):
-                    ahead.append((group, [pool.submit(job) for job in group.jobs]))
-                    del group
-                    if len(ahead) > 1:
-                        yield from _collect(*ahead.popleft(), damage)
-                while ahead:
+        with Workers(self._threads + 1, "pytree_ckpt-load", all_or_nothing=False) as pool:
+            ahead: deque[tuple[Group, Batch[None]]] = deque()
+            for group in self._groups(requests):
+                ahead.append((group, pool.submit(group.jobs)))
+                del group
+                if len(ahead) > 1:
                     yield from _collect(*ahead.popleft(), damage)
-            finally:
-                for _, jobs in ahead:
-                    for job in jobs:
-                        job.cancel()
+            while ahead:
+                yield from _collect(*ahead.popleft(), damage)
         if damage:
             intact = self.stats.chunks - sum(d.kind == "digest" for d in damage)
             note = f"The other {intact} chunks that were read are intact."
@@ -220,11 +214,13 @@ class CheckpointReader:
             place = arrays.aligned_empty(read.shape, dtypes.dtype_of(spec.dtype))
         else:
             place = buffers[read.into][read.place].reshape(read.shape)
-        folder = contents.array_folder(self._data, leaf.name)
-        file = folder / zarr.shard_file(spec.shards.position(read.shard))
-        found = self._read_raw(file.path, spec, read, place)
+        folder = self._folders.get(leaf.name)
+        if folder is None:
+            folder = self._folders[leaf.name] = contents.array_folder(self._data, leaf.name)
+        name = zarr.shard_file(spec.shards.position(read.shard))
+        found = self._read_raw(f"{folder}/{name}", spec, read, place)
         if found is None:
-            claims.check_shard(file, spec, leaf.text)
+            claims.check_shard(folder / name, spec, leaf.text)
             store = self._store(leaf.index, leaf.name, spec)
             self._check.fetch(
                 store, place.view(dtypes.storage_dtype(spec.dtype)), read.box, leaf, read
@@ -235,13 +231,11 @@ class CheckpointReader:
         self._check.check(found, self.index.entry(leaf.index, read.shard, spec).digests, leaf, read)
         place_chunk(place, read, buffers)
 
-    def _read_raw(
-        self, file: Path | None, spec: ArraySpec, read: ChunkRead, place: Array
-    ) -> bytes | None:
+    def _read_raw(self, file: str, spec: ArraySpec, read: ChunkRead, place: Array) -> bytes | None:
         """Read a chunk without TensorStore, where that is possible; its digest."""
-        if spec.codec != "raw" or read.shape != spec.chunk_shape:
+        if self._data.path is None or spec.codec != "raw" or read.shape != spec.chunk_shape:
             return None
-        start, chunks = read.chunk * read.nbytes, spec.chunks_per_shard
+        start, chunks = read.chunk * read.nbytes, spec.chunks.size
         with (
             suppress(UnreadableError),
             open_raw(file, chunk_nbytes=read.nbytes, chunks=chunks, present=chunks) as shard,
@@ -268,14 +262,11 @@ class CheckpointReader:
         return contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
 
 
-def _collect(
-    group: Group, jobs: Sequence[Future[None]], damage: list[Damage]
-) -> Iterator[list[Filled]]:
+def _collect(group: Group, jobs: Batch[None], damage: list[Damage]) -> Iterator[list[Filled]]:
     """What a group filled; after the first damage nothing, only what else is damaged."""
-    for job in jobs:
-        try:
-            job.result()
-        except IntegrityError as error:
-            damage += error.damage
+    for failure in jobs.failures():
+        if not isinstance(failure, IntegrityError):
+            raise failure
+        damage += failure.damage
     if not damage and group.filled:
         yield group.filled

@@ -1,14 +1,12 @@
-"""A few threads that run jobs."""
+"""A few threads that run jobs, in batches."""
 
 import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import ParamSpec, Self, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Self, TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -25,18 +23,71 @@ def thread_count(asked: int | None, *, in_store: bool) -> int:
     return max(count, _FOR_A_STORE) if in_store else count
 
 
+class Batch(Generic[T]):
+    """Jobs that are done when all of them are: a future for each would cost more than the job."""
+
+    def __init__(self, jobs: Iterable[Callable[[], T]]) -> None:
+        self._jobs: list[Callable[[], T] | None] = list(jobs)
+        self._results: list[Any] = [None] * len(self._jobs)
+        self._failures: dict[int, BaseException] = {}
+        self._left = len(self._jobs)
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        if not self._jobs:
+            self._done.set()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def run(self, number: int, failure: BaseException | None) -> BaseException | None:
+        """Run one job, unless it has `failure` already; what it raised."""
+        job, self._jobs[number] = self._jobs[number], None
+        try:
+            if failure is None and job is not None:
+                self._results[number] = job()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the results
+            failure = error
+        del job
+        if failure is not None:
+            self._failures[number] = failure
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._done.set()
+        return failure
+
+    def failures(self) -> list[BaseException]:
+        """Wait for all jobs; what was raised, in the order of the jobs."""
+        self._done.wait()
+        return [self._failures[number] for number in sorted(self._failures)]
+
+    def results(self) -> list[T]:
+        """Wait for all jobs; their results.
+
+        Raises:
+            BaseException: The first failure, in the order of the jobs.
+        """
+        for failure in self.failures():
+            raise failure
+        return self._results
+
+
 class Workers:
-    """Runs jobs on `count` threads until the block ends; jobs not begun by then are cancelled.
+    """Runs jobs on `count` threads until the block ends; jobs not begun by then are dropped.
+
+    With `all_or_nothing` no job begins once one has failed: it fails in the same way.
 
     Not a `ThreadPoolExecutor`, because that takes no more jobs once the interpreter begins to
     exit, and a save that is under way then must still be finished. Where no thread can be started
-    (then, by Python 3.12.0 and 3.12.1; or at a limit of the system) `submit` runs the job itself.
+    (then, by Python 3.12.0 and 3.12.1; or at a limit of the system) `submit` runs the jobs itself.
     """
 
-    def __init__(self, count: int, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, count: int, name: str, *, all_or_nothing: bool) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Batch[Any], int] | None] = queue.SimpleQueue()
+        self._all_or_nothing = all_or_nothing
+        self._failure: BaseException | None = None
         self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=False)
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=False)
             for number in range(count)
         ]
         self._started: list[threading.Thread] = []
@@ -59,24 +110,22 @@ class Workers:
         for thread in self._started:
             thread.join()
 
-    def submit(self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Queue a job; its result, or what it raised, is in the future."""
-        future: Future[T] = Future()
+    def submit(self, jobs: Iterable[Callable[[], T]]) -> Batch[T]:
+        """Queue jobs."""
+        batch = Batch(jobs)
+        for number in range(len(batch)):
+            if self._started:
+                self._jobs.put((batch, number))
+            else:
+                self._run(batch, number)
+        return batch
 
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(job(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
-                future.set_exception(error)
-
-        if self._started:
-            self._jobs.put(run)
-        else:
-            run()
-        return future
-
-    def _run(self) -> None:
+    def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            self._run(*job)
+            del job  # it must not keep a batch alive while this thread waits
+
+    def _run(self, batch: Batch[Any], number: int) -> None:
+        failure = batch.run(number, self._failure)
+        if self._all_or_nothing and failure is not None:
+            self._failure = failure

@@ -1,13 +1,10 @@
 """Execute a plan of a save: hash and write shards, pack the small ones, keep the table."""
 
 import itertools
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +26,13 @@ from pytree_ckpt.store.failures import storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal
 from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location
-from pytree_ckpt.store.raw import blocks_of, new_raw
+from pytree_ckpt.store.raw import BLOCK_NBYTES, blocks_of, new_raw
 from pytree_ckpt.store.workers import Workers, thread_count
 
 HostView = Callable[[int, Box], npt.NDArray[Any]]
 """`view(leaf, box)`: the elements of a box that this process holds, on the host."""
+_MOST_PARTS = 512
+"""Of memory that are written in one call."""
 
 
 class Writer:
@@ -77,9 +76,11 @@ class Writer:
         self._new_digest = new_digest(options.digest)
         self._digest: Digest = digest_function(options.digest)
         self._lock = threading.Lock()
-        self._spare: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
         self._budget = ByteBudget(options.max_inflight_bytes, on_write)
         self._ctx = arrays.context(threads=self._threads)
+        leaves = plan.names if process == 0 else np.unique(plan.array_leaf).tolist()
+        # Of the arrays that this process writes to.
+        self._folders = {leaf: contents.array_folder(data, plan.names[leaf]) for leaf in leaves}
 
     def write(self, per_process: Mapping[tuple[int, int], Any]) -> TableRef:
         """Write everything, durably up to `data`.
@@ -105,37 +106,51 @@ class Writer:
     def _write_shards(self) -> tuple[Rows, Rows]:
         plan = self._plan
         rows = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
-        folders = self._folders()
+        folders = list(self._folders.values())
+        if plan.packed is not None:
+            folders.append(contents.packed_folder(self._data, self._process))
         for folder in folders:
             # First of all, because TensorStore would follow a link in its place.
             folder.make_folder()
+        digests: dict[tuple[int, int], bytes] = {}
         # One more than processors, because each waits until its file is durable.
-        with Workers(self._threads + 1, "pytree_ckpt-save") as pool:
-            describe = [pool.submit(self._write_json, *item) for item in self._metadata()]
-            pending = {}
-            for leaf, own in itertools.groupby(self._order or rows, key=lambda row: row[0]):
+        with Workers(self._threads + 1, "pytree_ckpt-save", all_or_nothing=True) as pool:
+            described = pool.submit(partial(f.write_new, text) for f, text in self._metadata())
+            pending = []
+            for leaf, of_leaf in itertools.groupby(self._order or rows, key=lambda row: row[0]):
                 # Opened one after the other, while the threads write what is before.
                 store = None if self._is_raw(leaf) else self._open_leaf(leaf)
-                for row in own:
-                    write = partial(self._write_shard, store, *row)
-                    pending[row] = pool.submit(self._once, row, write)
-            jobs = [pending[row] for row in rows]
-            pieces = [
-                pool.submit(self._once, (PACKED, number), partial(self._write_piece, *piece))
+                own = list(of_leaf)
+                pending.append((own, pool.submit(self._shard_jobs(store, own))))
+            pieces = pool.submit(
+                partial(self._once, (PACKED, number), partial(self._write_piece, *piece))
                 for number, piece in enumerate(self._pieces())
-            ]
-            _finish([*describe, *jobs, *pieces])
+            )
+            for own, written in pending:
+                digests.update(zip(own, written.results(), strict=True))
+            packed = pieces.results()
+            described.results()
             # Once for all files of a folder: their entries become durable together.
-            _finish([pool.submit(folder.sync) for folder in folders])
+            pool.submit(folder.sync for folder in folders).results()
         return (
-            Rows(leaf=plan.array_leaf, shard=plan.array_shard, digests=_joined(jobs)),
+            Rows(
+                leaf=plan.array_leaf,
+                shard=plan.array_shard,
+                digests=b"".join(digests[row] for row in rows),
+            ),
             Rows(
                 leaf=plan.packed_leaf,
                 shard=plan.packed_shard,
                 offset=plan.packed_offset,
-                digests=_joined(pieces),
+                digests=b"".join(packed),
             ),
         )
+
+    def _shard_jobs(
+        self, store: ts.TensorStore | None, rows: Sequence[tuple[int, int]]
+    ) -> Iterable[Callable[[], bytes]]:
+        jobs = (partial(self._write_shard, store, *row) for row in rows)
+        return (partial(self._once, row, job) for row, job in zip(rows, jobs, strict=True))
 
     def _once(self, key: tuple[int, int], write: Callable[[], bytes]) -> bytes:
         """The digests of what `write` writes, unless the journal has them."""
@@ -146,29 +161,20 @@ class Writer:
                 self._journal.add(key, found)
         return found
 
-    def _metadata(self) -> Iterable[tuple[Location, dict[str, Any]]]:
-        """Folder and content of every `zarr.json` that this process writes."""
+    def _metadata(self) -> Iterable[tuple[Location, bytes]]:
+        """Place and content of every `zarr.json` that this process writes."""
         plan = self._plan
         if self._process == 0:
-            for leaf, name in plan.names.items():
-                folder = contents.array_folder(self._data, name)
-                yield folder, zarr.array_metadata(plan.spec(leaf))
+            texts: dict[int, bytes] = {}
+            for leaf, folder in self._folders.items():
+                code = plan.codes[leaf]
+                if code not in texts:
+                    texts[code] = zarr.to_json(zarr.array_metadata(plan.spec(leaf)))
+                yield folder / "zarr.json", texts[code]
         if plan.packed is not None:
             folder = contents.packed_folder(self._data, self._process)
-            yield folder, arrays.packed_zarr(plan.packed, self._codec)
-
-    @staticmethod
-    def _write_json(folder: Location, metadata: dict[str, Any]) -> None:
-        (folder / "zarr.json").write_new(zarr.to_json(metadata))
-
-    def _folders(self) -> list[Location]:
-        """The folders of arrays that this process writes to."""
-        plan = self._plan
-        leaves = plan.names if self._process == 0 else np.unique(plan.array_leaf).tolist()
-        found = [self._folder(leaf) for leaf in leaves]
-        if plan.packed is not None:
-            found.append(contents.packed_folder(self._data, self._process))
-        return found
+            text = zarr.to_json(arrays.packed_zarr(plan.packed, self._codec))
+            yield folder / "zarr.json", text
 
     def _is_raw(self, leaf: int) -> bool:
         """Whether the files of a leaf are written without TensorStore: whole shards, no codec."""
@@ -184,8 +190,7 @@ class Writer:
 
     def _write_shard(self, store: ts.TensorStore | None, leaf: int, shard: int) -> bytes:
         """Write one zarr shard; the digests of its chunks."""
-        spec = self._plan.spec(leaf)
-        box = spec.shards.box(shard)
+        spec, box = self._plan.spec(leaf), self._box(leaf, shard)
         with self._budget.hold(box.size * spec.itemsize):
             with self._clock.stage("device_to_host"):
                 source = np.ascontiguousarray(self._view(leaf, box))
@@ -198,30 +203,36 @@ class Writer:
     def _write_raw(self, leaf: int, shard: int, source: npt.NDArray[Any]) -> bytes:
         """Write the chunks of a shard one after the other, hashing each block as it is written."""
         spec = self._plan.spec(leaf)
-        grid = Grid(spec.shard_shape, spec.chunk_shape)
+        chunks = spec.chunks
+        name = zarr.shard_file(spec.shards.position(shard))
+        written = hashed = 0.0
         found = []
         with new_raw(
-            Path(str(self._folder(leaf) / zarr.shard_file(spec.shards.position(shard)))),
-            chunk_nbytes=source.nbytes // grid.size,
-            chunks=grid.size,
-            present=grid.size,
+            f"{self._folders[leaf]}/{name}",
+            chunk_nbytes=source.nbytes // chunks.size,
+            chunks=chunks.size,
+            present=chunks.size,
         ) as append:
-            for box in grid.boxes():
+            for box in chunks.boxes():
                 running = self._new_digest()
                 chunk = np.ascontiguousarray(source[box.slices()]).reshape(-1).view(np.uint8)
                 for block in blocks_of(chunk):
-                    with self._clock.stage("write"):
-                        append(block)
-                    with self._clock.stage("hash"):
-                        running.update(block)
+                    started = time.perf_counter()
+                    append(block)
+                    middle = time.perf_counter()
+                    running.update(block)
+                    written += middle - started
+                    hashed += time.perf_counter() - middle
                 found.append(running.digest())
+        self._clock.add("write", written)
+        self._clock.add("hash", hashed)
         return b"".join(found)
 
     def _write_encoded(self, place: ts.TensorStore, leaf: int, source: npt.NDArray[Any]) -> bytes:
         """Write a shard with TensorStore, hashing it meanwhile."""
         spec = self._plan.spec(leaf)
         values = source.view(dtypes.storage_dtype(spec.dtype))
-        with storage_errors(f"writing {self._folder(leaf)}"):
+        with storage_errors(f"writing {self._folders[leaf]}"):
             pending = place.write(values, can_reference_source_data_indefinitely=True)
             try:
                 return self._digests(spec, source)
@@ -245,14 +256,11 @@ class Writer:
             return None
         found = self._digests(spec, source)
         with self._clock.stage("link"):
-            if not base.link(twin, shard, source, found, self._folder(leaf)):
+            if not base.link(twin, shard, source, found, self._folders[leaf]):
                 return None
         with self._lock:
             self.linked_nbytes += source.nbytes
         return found
-
-    def _folder(self, leaf: int) -> Location:
-        return contents.array_folder(self._data, self._plan.names[leaf])
 
     def _box(self, leaf: int, shard: int) -> Box:
         """The elements of a shard; leaves of one spec share the work."""
@@ -280,94 +288,64 @@ class Writer:
     def _write_piece(
         self, store: ts.TensorStore | None, packed: Packed, first: int, stop: int, base: int
     ) -> bytes:
-        """Fill and write one file of the packed array; the digests of its shards."""
+        """Write the file of the packed array that begins at byte `base`; digests of its shards."""
         plan = self._plan
         nbytes = min(packed.shard_nbytes, packed.nbytes - base)
-        with self._budget.hold(nbytes):
-            memory = self._packing_memory(packed.shard_nbytes)
-            buffer = memory[:nbytes]
-            rows = zip(
-                plan.packed_leaf[first:stop].tolist(),
-                plan.packed_shard[first:stop].tolist(),
-                (plan.packed_offset[first:stop] - base).tolist(),
-                strict=True,
-            )
-            found = self._fill(buffer, rows)
-            with self._clock.stage("write"):
-                self._write_packed(store, packed, base, buffer)
-            self._spare.put(memory)
-        return found
-
-    def _write_packed(
-        self,
-        store: ts.TensorStore | None,
-        packed: Packed,
-        base: int,
-        buffer: npt.NDArray[np.uint8],
-    ) -> None:
-        """Write the file of the packed array that begins at byte `base`."""
-        folder = contents.packed_folder(self._data, self._process)
-        if store is None:
-            with new_raw(
-                Path(str(folder / zarr.shard_file((base // packed.shard_nbytes,)))),
-                chunk_nbytes=packed.chunk_nbytes,
-                chunks=packed.shard_nbytes // packed.chunk_nbytes,
-                present=len(buffer) // packed.chunk_nbytes,
-            ) as append:
-                append(buffer.data)
-            return
-        with storage_errors(f"writing {folder}"):
-            place = store[base : base + len(buffer)]
-            place.write(buffer, can_reference_source_data_indefinitely=True).result()
-
-    def _packing_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Memory that another piece is done with, or new: that costs the time to clear it."""
-        try:
-            return self._spare.get_nowait()
-        except queue.Empty:
-            return np.empty(nbytes, np.uint8)
-
-    def _fill(self, buffer: npt.NDArray[np.uint8], rows: Iterable[tuple[int, int, int]]) -> bytes:
-        """Copy shards to their places, and hash each while it is in the cache; the digests.
-
-        What lies between shards is zero, so that equal states are equal bytes.
-        """
+        rows = zip(
+            plan.packed_leaf[first:stop].tolist(),
+            plan.packed_shard[first:stop].tolist(),
+            (plan.packed_offset[first:stop] - base).tolist(),
+            strict=True,
+        )
         found: list[bytes] = []
-        copied = hashed = 0.0
-        end = 0
-        for leaf, shard, at in rows:
-            started = time.perf_counter()
-            source = self._view(leaf, self._box(leaf, shard))
-            buffer[end:at] = 0
-            end = at + source.nbytes
-            place = buffer[at:end]
-            np.copyto(place.view(source.dtype).reshape(source.shape), source)
-            middle = time.perf_counter()
-            found.append(self._digest(place))
-            copied += middle - started
-            hashed += time.perf_counter() - middle
-        buffer[end:] = 0
-        self._clock.add("device_to_host", copied)
-        self._clock.add("hash", hashed)
+        runs = self._runs(rows, nbytes, found)
+        folder = contents.packed_folder(self._data, self._process)
+        with self._budget.hold(nbytes):
+            if store is None:
+                with new_raw(
+                    f"{folder}/{zarr.shard_file((base // packed.shard_nbytes,))}",
+                    chunk_nbytes=packed.chunk_nbytes,
+                    chunks=packed.shard_nbytes // packed.chunk_nbytes,
+                    present=nbytes // packed.chunk_nbytes,
+                ) as append:
+                    for run in runs:
+                        with self._clock.stage("write"):
+                            append(*run)
+            else:
+                whole = np.frombuffer(b"".join(itertools.chain.from_iterable(runs)), np.uint8)
+                with self._clock.stage("write"), storage_errors(f"writing {folder}"):
+                    place = store[base : base + nbytes]
+                    place.write(whole, can_reference_source_data_indefinitely=True).result()
         return b"".join(found)
 
+    def _runs(
+        self, rows: Iterable[tuple[int, int, int]], nbytes: int, found: list[bytes]
+    ) -> Iterator[list[memoryview]]:
+        """The bytes of a file of the packed array, about a block at a time; digests go to `found`.
 
-def _finish(jobs: Sequence[Future[Any]]) -> None:
-    """Wait for all jobs; on a failure or an interrupt cancel those that have not begun.
-
-    Raises:
-        BaseException: The first failure, in the order of the jobs.
-    """
-    try:
-        wait(jobs, return_when=FIRST_EXCEPTION)
-    finally:
-        for job in jobs:
-            job.cancel()
-        wait(jobs)
-    for job in jobs:
-        if not job.cancelled():
-            job.result()
-
-
-def _joined(jobs: Sequence[Future[bytes]]) -> bytes:
-    return b"".join(job.result() for job in jobs)
+        So what was hashed is in the cache when it is written. What lies between shards is zero, so
+        that equal states are equal bytes.
+        """
+        run: list[memoryview] = []
+        end = run_end = 0
+        viewed = hashed = 0.0
+        for leaf, shard, at in rows:
+            started = time.perf_counter()
+            source = np.ascontiguousarray(self._view(leaf, self._box(leaf, shard)))
+            flat = source.reshape(-1).view(np.uint8).data
+            if at > end:
+                run.append(memoryview(bytes(at - end)))
+            middle = time.perf_counter()
+            found.append(self._digest(flat))
+            hashed += time.perf_counter() - middle
+            viewed += middle - started
+            run.append(flat)
+            end = at + len(flat)
+            if end - run_end >= BLOCK_NBYTES or len(run) >= _MOST_PARTS:
+                yield run
+                run, run_end = [], end
+        if end < nbytes:
+            run.append(memoryview(bytes(nbytes - end)))
+        self._clock.add("device_to_host", viewed)
+        self._clock.add("hash", hashed)
+        yield run

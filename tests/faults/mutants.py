@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -75,9 +74,9 @@ def data_after_the_commit() -> None:
     committed = commit.Attempt.commit
 
     @contextmanager
-    def late_raw(file: Path, **sizes: int) -> Iterator[Callable[[memoryview], None]]:
+    def late_raw(file: str, **sizes: int) -> Iterator[Callable[..., None]]:
         blocks: list[bytes] = []
-        yield lambda block: blocks.append(bytes(block))
+        yield lambda *parts: blocks.extend(map(bytes, parts))
 
         def write() -> None:
             with new_raw(file, **sizes) as append:
@@ -172,11 +171,11 @@ ALL = [
     Mutant(name="nothing is synced", edits=[UNSYNCED_CHUNKS, UNSYNCED_FOLDERS, UNSYNCED_FILES]),
     Mutant(
         name="folders of arrays are not synced",
-        edits=[(WRITING, "(folder.sync) for folder in folders", "(folder.sync) for folder in ()")],
+        edits=[(WRITING, "(folder.sync for folder in folders)", "(folder.sync for folder in ())")],
     ),
     Mutant(
         name="folders of linked files are not synced",
-        edits=[(WRITING, "(folder.sync) for folder in folders", "(folder.sync) for folder in ()")],
+        edits=[(WRITING, "(folder.sync for folder in folders)", "(folder.sync for folder in ())")],
         scenarios=[linked],
     ),
     Mutant(name="table and manifest before the data", make=data_after_the_commit),
