@@ -458,7 +458,7 @@ def test_help_and_version_need_neither_jax_nor_tensorstore_nor_numpy() -> None:
         (["report", "{good}", "--output", "{tmp}/page.html"], "page.html"),
         (["convert", "{good}", "{tmp}/converted", "--dtype", "params/**=float32"], "to write"),
         (["export", "{good}", "{tmp}/out.safetensors", "--select", "params/**"], "out.safetensors"),
-        (["import", "{tmp}/in.npz", "{tmp}/imported"], "1 leaves in w"),
+        (["import", "{tmp}/in.npz", "{tmp}/imported"], "1 leaf in w"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

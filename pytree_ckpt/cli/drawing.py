@@ -13,11 +13,12 @@ from rich.tree import Tree
 from pytree_ckpt.errors import Damage
 from pytree_ckpt.format import values
 from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts, writer_words
 from pytree_ckpt.pictures.layouts import Panel, devices_text, layout_of
 from pytree_ckpt.pictures.outline import Branch
 from pytree_ckpt.pictures.style import COLOURS
-from pytree_ckpt.pictures.text import count_text, duration_text, plain, size_text
+from pytree_ckpt.pictures.text import duration_text, plain, size_text
 from pytree_ckpt.verbs.diff import DiffReport
 from pytree_ckpt.verbs.inspect import LeafReport
 from pytree_ckpt.verbs.survey import PruneReport, StepSummary

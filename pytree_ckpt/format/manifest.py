@@ -14,7 +14,7 @@ from pytree_ckpt.format.paths import Path
 from pytree_ckpt.format.shardings import Mesh, Named
 from pytree_ckpt.format.tables import DIGEST_NBYTES
 from pytree_ckpt.format.trees import Tree
-from pytree_ckpt.format.values import Value
+from pytree_ckpt.format.values import Value, count_text
 
 MANIFEST_FILE = "manifest.msgpack"
 PIN_FILE = "pinned.txt"
@@ -56,6 +56,9 @@ class Leaf:
 
     def __str__(self) -> str:
         return f"{self.text or '(root)'}  {self.describe()}"
+
+    def __repr__(self) -> str:
+        return f"Leaf({self})"
 
     def describe(self) -> str:
         """Type and layout in a few words."""
@@ -204,11 +207,11 @@ class Manifest:
         keys = [str(path[0]) for path, _ in self.tree.walk() if len(path) == 1]
         inside = f" in {', '.join(keys if len(keys) <= 6 else [*keys[:5], '…'])}" if keys else ""
         parts = [
-            f"{len(self.leaf_codes)} leaves{inside}",
+            f"{count_text(len(self.leaf_codes), 'leaf', 'leaves')}{inside}",
             f"{self.nbytes:,} bytes",
             *(map(str, self.meshes) if self.meshes else ["no mesh"]),
-            f"{self.process_count} process{'es' if self.process_count != 1 else ''} with "
-            f"{self.device_count} {self.platform} devices",
+            f"{count_text(self.process_count, 'process', 'processes')} with "
+            f"{count_text(self.device_count, f'{self.platform} device')}",
             self.digest,
             *(f"{name}={value:g}" for name, value in self.metrics.items()),
             f"{when:%Y-%m-%d %H:%M:%S} UTC",

@@ -71,6 +71,16 @@ def to_text(value: object) -> str:
     return text if len(text) <= 2 * MAX_TEXT else f"{text[: 2 * MAX_TEXT]}…"
 
 
+def count_text(count: int, one: str, many: str | None = None) -> str:
+    """A number and its noun.
+
+    Example:
+        >>> count_text(1, "leaf", "leaves"), count_text(1200, "chunk")
+        ('1 leaf', '1,200 chunks')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 def check_metadata(value: Any, where: str = "metadata", depth: int = 0) -> Any:
     """User metadata as plain JSON-like data that can be written.
 

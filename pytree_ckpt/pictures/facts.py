@@ -4,8 +4,9 @@ import datetime
 
 from pytree_ckpt.format import values
 from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.pictures.outline import Branch
-from pytree_ckpt.pictures.text import count_text, percent_text, size_text
+from pytree_ckpt.pictures.text import percent_text, size_text
 
 
 def manifest_facts(manifest: Manifest) -> list[tuple[str, str]]:

@@ -9,12 +9,13 @@ from pytree_ckpt.format import values
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.shardings import Sharding
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts
 from pytree_ckpt.pictures.html import Content, Html, document, join, tag
 from pytree_ckpt.pictures.layouts import Panel, layout_of
 from pytree_ckpt.pictures.outline import Branch, by_size, outline
 from pytree_ckpt.pictures.style import COLOURS, LABEL_STEP, MAX_LABEL, PAGE_STYLE, STYLE
-from pytree_ckpt.pictures.text import count_text, duration_text, percent_text, size_text
+from pytree_ckpt.pictures.text import duration_text, percent_text, size_text
 from pytree_ckpt.pictures.treemap import Tile, treemap
 from pytree_ckpt.plan.diffing import Difference
 

@@ -49,16 +49,6 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
 
 
-def count_text(count: int, one: str, many: str | None = None) -> str:
-    """A number and its noun.
-
-    Example:
-        >>> count_text(1, "leaf", "leaves"), count_text(1200, "chunk")
-        ('1 leaf', '1,200 chunks')
-    """
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
-
-
 def percent_text(share: float) -> str:
     """A part of a whole.
 

@@ -20,6 +20,7 @@ from pytree_ckpt.format.paths import Path
 from pytree_ckpt.format.shardings import Sharding
 from pytree_ckpt.format.tables import Ints
 from pytree_ckpt.format.trees import NodeKind, Tree, from_ends
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.options import check_count
 from pytree_ckpt.plan import chunking, patterns, saving
 from pytree_ckpt.plan.layouts import Layout, Shardings
@@ -78,7 +79,7 @@ class ConvertPlan:
         if self.codes[leaf] < 0:
             return self.leaves[leaf].describe()
         spec = self.spec(leaf)
-        files = "1 file" if spec.num_shards == 1 else f"{spec.num_shards} files"
+        files = count_text(spec.num_shards, "file")
         stored = spec.storage if spec.storage != "array" else files
         shape = f"{spec.logical_dtype}{list(spec.logical_shape)}"
         return f"{shape} {spec.sharding or 'host array'}, {stored}"
@@ -90,10 +91,14 @@ class ConvertPlan:
             if self.codes[at] >= 0
         ]
         lines += [f"{text}  stays as it is: no dtype of its kind" for text in self.passed_over]
+        return "\n".join([*lines, self._total()])
+
+    def __repr__(self) -> str:
+        return f"ConvertPlan({count_text(len(self.leaves), 'leaf', 'leaves')}; {self._total()})"
+
+    def _total(self) -> str:
         total = f"{self.nbytes_read} bytes to read, {self.nbytes_written} to write"
-        if len(self.parts) > 1:
-            total += f", in {len(self.parts)} processes"
-        return "\n".join([*lines, total])
+        return total + (f", in {len(self.parts)} processes" if len(self.parts) > 1 else "")
 
 
 def plan_convert(

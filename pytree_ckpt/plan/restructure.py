@@ -15,6 +15,7 @@ from pytree_ckpt.errors import Mismatch, MismatchError
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import Path, key_from_text, nearest, to_text
 from pytree_ckpt.format.trees import NodeKind, Tree, from_ends
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.plan import patterns, stacking
 from pytree_ckpt.plan.patterns import Pattern
 
@@ -70,6 +71,10 @@ class Restructured:
         if rest != 1:
             stay = f"{rest} other leaves stay where they are"
         return "\n".join([*map(str, self.moved), stay])
+
+    def __repr__(self) -> str:
+        moved = count_text(len(self.moved), "leaf", "leaves")
+        return f"Restructured({moved} by rules, of {len(self.sources)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,8 @@ class Checkpoint:
         return manifest_html(self.manifest, title=str(self._location))
 
     def __repr__(self) -> str:
-        return f"Checkpoint({str(self._location)!r}, {self.manifest!r})"
+        closed = ", closed" if self._closed else ""
+        return f"Checkpoint({str(self._location)!r}, {self.manifest!r}{closed})"
 
 
 class StoredArray:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from pytree_ckpt.format import values, wire
 from pytree_ckpt.format.boxes import Box
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.options import LoadOptions, Progress, given_or_default
 from pytree_ckpt.pictures.pages import differences_html
-from pytree_ckpt.pictures.text import count_text
 from pytree_ckpt.plan import diffing
 from pytree_ckpt.plan.diffing import Difference, Pair, ValueDifference
 from pytree_ckpt.progress import showing

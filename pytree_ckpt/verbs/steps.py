@@ -30,6 +30,14 @@ def steps(root: PathLike, *, prefix: str = "step_", width: int = 8) -> list[int]
 
     Raises:
         OSError: The root cannot be read.
+
+    Example:
+        >>> import tempfile, pytree_ckpt as pc
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for step in (1000, 500):
+        ...         _ = pc.save(pc.step_path(root, step), {"step": step})
+        ...     steps(root)
+        [500, 1000]
     """
     return locate(root).committed_steps(StepNames(prefix=prefix, width=width))
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
 from pytree_ckpt.format.manifest import Leaf, Manifest
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.options import LoadOptions, given_or_default
 from pytree_ckpt.pictures.pages import damage_html
-from pytree_ckpt.pictures.text import count_text, size_text
+from pytree_ckpt.pictures.text import size_text
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
 from pytree_ckpt.progress import showing
 from pytree_ckpt.store import contents
@@ -42,8 +43,10 @@ class VerifyReport:
         return damage_html(self.path, self.damage, checked=checked, unchecked=self.unchecked)
 
     def __str__(self) -> str:
-        state = "whole" if self.ok else f"damaged in {len(self.damage)} places"
-        lines = [f"{self.path}: {state}; {self.chunks} chunks, {self.nbytes} bytes checked"]
+        whole = "no damage seen" if self.unchecked else "whole"
+        state = whole if self.ok else f"damaged in {count_text(len(self.damage), 'place')}"
+        chunks = count_text(self.chunks, "chunk")
+        lines = [f"{self.path}: {state}; {chunks}, {self.nbytes:,} bytes checked"]
         lines += [f"  {damage}" for damage in self.damage]
         return "\n".join([*lines, *(f"  not checked: {what}" for what in self.unchecked)])
 
@@ -119,8 +122,8 @@ def _verify(
             _ = reader.index
             if quick:
                 damage += contents.missing_files(data, manifest, data.sizes())
-                what = f"the digests of {manifest.num_chunks} chunks, {manifest.nbytes} bytes"
-                unchecked = (what,)
+                chunks_left = count_text(manifest.num_chunks, "chunk")
+                unchecked = (f"the digests of {chunks_left}, {manifest.nbytes:,} bytes",)
             else:
                 requests = [Request(leaf=leaf, plan=plan) for leaf, plan in _plans(manifest)]
                 try:
