@@ -1,5 +1,6 @@
 """How much memory a save and a load take, and that none of it stays; the numbers are printed."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -247,3 +248,18 @@ def test_bounds_that_make_no_sense_are_refused() -> None:
             options(max_inflight_bytes=0)
         with pytest.raises(ValueError, match="threads"):
             options(threads=0)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_save_and_a_load_leave_the_collector_of_cycles_as_it_was(
+    tmp_path: Path, on: bool
+) -> None:
+    (gc.enable if on else gc.disable)()
+    try:
+        pc.save(tmp_path / "ckpt", {"a": np.arange(3)})
+        pc.load(tmp_path / "ckpt")
+        with pytest.raises(pc.MismatchError):
+            pc.load(tmp_path / "ckpt", {"b": np.arange(3)})
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()

@@ -34,6 +34,7 @@ from pytree_ckpt.store.requests import (
     small_buffers,
 )
 from pytree_ckpt.store.workers import Batch, Workers, thread_count
+from pytree_ckpt.sweeps import no_sweeps
 
 
 class CheckpointReader:
@@ -110,7 +111,7 @@ class CheckpointReader:
         # One more than processors, because each waits for TensorStore before it hashes.
         with Workers(self._threads + 1, "pytree_ckpt-load", all_or_nothing=False) as pool:
             ahead: deque[tuple[Group, Batch[None]]] = deque()
-            for group in self._groups(requests):
+            for group in _each(self._groups(requests)):
                 ahead.append((group, pool.submit(group.jobs)))
                 del group
                 if len(ahead) > 1:
@@ -260,6 +261,16 @@ class CheckpointReader:
             return []
         folder = contents.array_folder(self._data, leaf.name)
         return contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
+
+
+def _each(groups: Iterator[Group]) -> Iterator[Group]:
+    """The same, each made without a collection."""
+    while True:
+        with no_sweeps():
+            group = next(groups, None)
+        if group is None:
+            return
+        yield group
 
 
 def _collect(group: Group, jobs: Batch[None], damage: list[Damage]) -> Iterator[list[Filled]]:

@@ -28,6 +28,7 @@ from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location
 from pytree_ckpt.store.raw import BLOCK_NBYTES, blocks_of, new_raw
 from pytree_ckpt.store.workers import Workers, thread_count
+from pytree_ckpt.sweeps import no_sweeps
 
 HostView = Callable[[int, Box], npt.NDArray[Any]]
 """`view(leaf, box)`: the elements of a box that this process holds, on the host."""
@@ -300,7 +301,7 @@ class Writer:
         found: list[bytes] = []
         runs = self._runs(rows, nbytes, found)
         folder = contents.packed_folder(self._data, self._process)
-        with self._budget.hold(nbytes):
+        with self._budget.hold(nbytes), no_sweeps():
             if store is None:
                 with new_raw(
                     f"{folder}/{zarr.shard_file((base // packed.shard_nbytes,))}",

@@ -19,6 +19,7 @@ from pytree_ckpt.plan.loading import ReadPlan, plan_reads, plan_stacked_reads
 from pytree_ckpt.plan.restructure import Source
 from pytree_ckpt.store.reading import CheckpointReader
 from pytree_ckpt.store.requests import Array, Filled, Request
+from pytree_ckpt.sweeps import no_sweeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class Assembly:
         self._plan_of: dict[tuple[int, ...], ReadPlan] = {}
         self._goes_to: list[list[tuple[_Pending, int]]] = []
 
+    @no_sweeps()
     def requests(self, items: Sequence[Item]) -> list[Request]:
         """What to read for these leaves."""
         found = []
@@ -136,6 +138,7 @@ class Assembly:
         self._pending.append(pending)
         return pending
 
+    @no_sweeps()
     def place(self, group: Sequence[Filled]) -> None:
         """Put verified boxes on their devices; when this returns the group may be let go."""
         loose: list[tuple[_Pending, int, Any, Array]] = []

@@ -19,6 +19,7 @@ from pytree_ckpt.progress import showing
 from pytree_ckpt.store.checks import ReadStats
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.sweeps import no_sweeps
 from pytree_ckpt.verbs.assembly import Assembly, Item
 
 _LOG = logging.getLogger("pytree_ckpt")
@@ -81,7 +82,7 @@ def load(
     clock = StageClock()
     manifest, held = location.open_to_read()
     with held:
-        with clock.stage("plan"):
+        with clock.stage("plan"), no_sweeps():
             wanted = None if target is None else targets.describe_target(target, mesh=mesh)
             saved = restructure(
                 manifest,

@@ -25,6 +25,7 @@ from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader
 from pytree_ckpt.store.writing import Writer
+from pytree_ckpt.sweeps import no_sweeps
 from pytree_ckpt.verbs.origin import versions, written_by
 
 _LOG = logging.getLogger("pytree_ckpt")
@@ -59,7 +60,7 @@ class SaveJob:
         self._process = self._session.process
         with self._session.ends_by_failure():
             self.location = locate(path)
-            with self.clock.stage("plan"):
+            with self.clock.stage("plan"), no_sweeps():
                 described = describe(tree)
                 self._plan = plan_save(
                     described.paths,
