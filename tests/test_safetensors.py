@@ -94,7 +94,7 @@ def test_an_exported_file_is_the_librarys_byte_for_byte(tmp_path: Path) -> None:
     pc.save(tmp_path / "a", {**state, "other": 1})
     pc.export_safetensors(tmp_path / "a", tmp_path / "ours.safetensors", select=list(state))
     file = tmp_path / "theirs.safetensors"
-    safetensors.numpy.save_file(state, file, metadata={"format": "pytree_ckpt"})
+    safetensors.numpy.save_file(state, file, metadata={"format": "pt"})
     assert (tmp_path / "ours.safetensors").read_bytes() == file.read_bytes()
 
 
@@ -133,6 +133,63 @@ def test_several_files_have_an_index_by_the_rules_of_transformers(tmp_path: Path
     pc.import_safetensors(tmp_path / "hf", tmp_path / "b")
     with pc.open(tmp_path / "a") as old, pc.open(tmp_path / "b") as new:
         assert_same(new.to_numpy(), old.to_numpy())
+
+
+def as_transformers(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """What `from_pretrained` finds in a folder, by the rules of its `modeling_utils` and `hub`."""
+    if (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert isinstance(index["metadata"]["total_size"], int)
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+    found = {}
+    for file in files:
+        with safetensors.safe_open(file, "numpy") as opened:
+            assert opened.metadata().get("format") in ("pt", "tf", "flax", "mlx")
+        found |= tensors_of(file)
+    return found
+
+
+def test_transformers_finds_what_was_exported_last(tmp_path: Path) -> None:
+    """It prefers one file to an index, so neither may be left of the export before."""
+    for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+        pc.save(tmp_path / name, {"v": np.full(8, value), "w": np.full(8, value)})
+    hf = tmp_path / "hf"
+    for name, value, most in (("a", 1.0, 999), ("b", 2.0, 64), ("c", 3.0, 999)):
+        if name != "a":
+            with pytest.raises(pc.ExistsError):
+                pc.export_safetensors(tmp_path / name, hf, max_file_nbytes=most)
+        pc.export_safetensors(tmp_path / name, hf, max_file_nbytes=most, overwrite=True)
+        wanted = ("F64", [8], np.full(8, value).tobytes())
+        assert as_transformers(hf) == {"v": wanted, "w": wanted}
+        pc.import_safetensors(hf, tmp_path / "back", overwrite=True)
+        assert pc.load(tmp_path / "back")["w"][0] == value
+    pc.export_safetensors(tmp_path / "a", hf, metadata={"format": "flax"}, overwrite=True)
+    with safetensors.safe_open(hf / "model.safetensors", "numpy") as opened:
+        assert opened.metadata()["format"] == "flax"
+
+
+def test_an_export_that_dies_halfway_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        pc.save(tmp_path / name, {"v": np.full(8, value), "w": np.full(8, value)})
+    pc.export_safetensors(tmp_path / "a", tmp_path / "hf", max_file_nbytes=64)
+    replace, calls = Path.replace, []
+
+    def once(self: Path, target: Path) -> Path:
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", once)
+    with pytest.raises(KeyboardInterrupt):
+        pc.export_safetensors(tmp_path / "b", tmp_path / "hf", max_file_nbytes=64, overwrite=True)
+    with pytest.raises(pc.FormatError, match=r"neither model\.safetensors nor"):
+        pc.import_safetensors(tmp_path / "hf", tmp_path / "back")
+    assert not list((tmp_path / "hf").glob("*.tmp"))
 
 
 def test_tied_weights_are_in_the_file_for_each_leaf(tmp_path: Path) -> None:

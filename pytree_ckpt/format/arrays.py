@@ -56,8 +56,10 @@ class ArraySpec:
             raise ValueError(f"dtype {self.dtype!r} is not known to this release and ml_dtypes")
         if len(self.shape) > MAX_NDIM or any(extent < 0 for extent in self.shape):
             raise ValueError(f"bad shape {self.shape}")
-        if self.nbytes > MAX_ARRAY_BYTES:
-            raise ValueError(f"an array of {self.nbytes} bytes is beyond any limit")
+        # numpy minds the other extents of an array without elements too.
+        nbytes = math.prod(max(extent, 1) for extent in self.shape) * self.itemsize
+        if nbytes > MAX_ARRAY_BYTES:
+            raise ValueError(f"an array of {self.shape}, {nbytes} bytes, is beyond any limit")
         if (self.key_impl is not None) != (self.kind == "key") or self.key_ndim < 0:
             raise ValueError(f"an array of kind {self.kind} with key impl {self.key_impl}")
         if self.key_ndim > (len(self.shape) if self.kind == "key" else 0):

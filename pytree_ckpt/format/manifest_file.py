@@ -20,19 +20,13 @@ def to_bytes(manifest: Manifest) -> tuple[bytes, bytes]:
     """The file of a manifest, and its id. Equal manifests give equal bytes."""
     meshes = manifest.meshes
     shardings = tuple(dict.fromkeys(s.sharding for s in manifest.specs if s.sharding is not None))
-    tree = manifest.tree
     return wire.seal(
         "manifest",
         {
             "required": [],
             "nonce": manifest.nonce,
             "digest": manifest.digest,
-            "tree": {
-                "kinds": bytes(map(NODE_KINDS.index, tree.kinds)),
-                "counts": np.asarray(tree.counts, "<u4").tobytes(),
-                "key_kinds": bytes(KEY_KINDS.index(k.kind) for k in tree.keys if k is not None),
-                "keys": [_key_to_wire(k.value) for k in tree.keys if k is not None],
-            },
+            "tree": tree_to_wire(manifest.tree),
             "meshes": [
                 {
                     "axis_names": list(mesh.axis_names),
@@ -61,6 +55,16 @@ def to_bytes(manifest: Manifest) -> tuple[bytes, bytes]:
             **({"written_by": manifest.written_by} if manifest.written_by else {}),
         },
     )
+
+
+def tree_to_wire(tree: Tree) -> dict[str, Any]:
+    """The columns of a tree."""
+    return {
+        "kinds": bytes(map(NODE_KINDS.index, tree.kinds)),
+        "counts": np.asarray(tree.counts, "<u4").tobytes(),
+        "key_kinds": bytes(KEY_KINDS.index(k.kind) for k in tree.keys if k is not None),
+        "keys": [_key_to_wire(k.value) for k in tree.keys if k is not None],
+    }
 
 
 def _key_to_wire(value: str | int) -> str | int | bytes:
@@ -139,7 +143,7 @@ def from_bytes(data: bytes, *, what: str) -> Manifest:
         return Manifest(
             nonce=reader.text("nonce"),
             digest=reader.text("digest"),
-            tree=_tree_from_wire(Reader(reader.mapping("tree"), what)),
+            tree=tree_from_wire(Reader(reader.mapping("tree"), what)),
             specs=tuple(
                 _spec_from_wire(Reader(item, what), shardings) for item in reader.list("arrays")
             ),
@@ -162,7 +166,8 @@ def from_bytes(data: bytes, *, what: str) -> Manifest:
         )
 
 
-def _tree_from_wire(reader: Reader) -> Tree:
+def tree_from_wire(reader: Reader) -> Tree:
+    """The tree that `tree_to_wire` made columns of; errors are for `Reader.errors`."""
     kinds, key_kinds = reader.binary("kinds"), reader.binary("key_kinds")
     keys = reader.list("keys")
     if len(keys) != len(key_kinds) or len(keys) != len(kinds) - 1:

@@ -1,11 +1,16 @@
 """What the exports of all formats share."""
 
-from collections.abc import Sequence
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from pytree_ckpt.errors import CheckpointError
+from pytree_ckpt.errors import CheckpointError, ExistsError
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.plan import patterns
+from pytree_ckpt.store import disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +42,38 @@ def selected(leaves: Sequence[Leaf], select: str | Sequence[str]) -> list[Leaf]:
     if not found and leaves:
         raise CheckpointError(f"no leaf matches {', '.join(texts)}")
     return found
+
+
+@contextmanager
+def written_whole(
+    files: Sequence[Path], *, overwrite: bool, replaces: Sequence[Path] = ()
+) -> Iterator[list[Path]]:
+    """Names to write files of one folder under; they get their own once the block has ended well.
+
+    Args:
+        files: The files. Of several the last leads to the others: it is the first to go and the
+            last to come, so that it never leads to files of two exports.
+        overwrite: Replace files that are there.
+        replaces: Files beside them that a reader would take for these.
+
+    Raises:
+        ExistsError: One is there and `overwrite` is False.
+    """
+    there = [file for file in (*files, *replaces) if os.path.lexists(file)]
+    if there and not overwrite:
+        raise ExistsError(f"{there[0]} exists; pass overwrite=True to replace it")
+    folder = files[0].parent
+    disk.make_dirs(folder)
+    made = [file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp") for file in files]
+    try:
+        yield made
+        if stale := [*replaces, *files[1:][-1:]]:
+            for file in stale:
+                file.unlink(missing_ok=True)
+            disk.fsync_dir(folder)
+        for temporary, file in zip(made, files, strict=True):
+            temporary.replace(file)
+        disk.fsync_dir(folder)
+    finally:
+        for temporary in made:
+            temporary.unlink(missing_ok=True)

@@ -3,7 +3,9 @@
 import itertools
 import math
 import os
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,20 @@ import numpy.typing as npt
 
 from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format.boxes import Box, Shape
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file with; links are followed, as caches of models are full of them.
+
+    Raises:
+        FormatError: Not a regular file.
+        OSError: It cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise FormatError(f"{path} is not a regular file")
 
 
 def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int, int]]:

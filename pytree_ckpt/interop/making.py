@@ -1,24 +1,31 @@
 """Make a checkpoint of what another format holds."""
 
 import dataclasses
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytree_ckpt.clock import StageClock
-from pytree_ckpt.format import manifest_file, values, wire
+from pytree_ckpt.errors import FormatError
+from pytree_ckpt.format import dtypes, manifest_file, values, wire
 from pytree_ckpt.format.manifest import VALUE, Manifest, TableRef, data_dir
+from pytree_ckpt.format.parse import Reader
 from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.format.values import Value
 from pytree_ckpt.options import SaveOptions
-from pytree_ckpt.plan.saving import ArrayForm, plan_save
+from pytree_ckpt.plan.saving import ArrayForm, SavePlan, plan_save
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.verbs.origin import versions, written_by
 
 _SHARD_NBYTES = 32 << 20
 """Largest file of an array, about: what is written is in memory twice."""
 _INFLIGHT_NBYTES = 64 << 20
+_ROW_NBYTES = 64
+"""Bytes of a table for one shard, about."""
+_MAX_NBYTES = wire.MAX_FILE_BYTES // _ROW_NBYTES * _SHARD_NBYTES
+"""What one table can list. A header may claim anything, and a plan has an entry for each shard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +50,54 @@ def make_checkpoint(
     metadata: Any,
     overwrite: bool,
     options: SaveOptions | None,
-) -> Manifest:
+    left_out: Sequence[str] = (),
+) -> ImportReport:
     """Write a checkpoint without JAX: arrays by `view(leaf, box)`, in bounded memory.
 
     Raises:
+        FormatError: What was found cannot be a checkpoint.
         ExistsError: There is a checkpoint at `dst` and `overwrite` is False.
         OSError: The storage refused or failed.
     """
     from pytree_ckpt.store.writing import Writer
 
     options = dataclasses.replace(options or SaveOptions(), max_inflight_bytes=_INFLIGHT_NBYTES)
+    with Reader.errors(source["path"]):
+        plan, draft = _planned(tree, leaves, source, metadata, options)
+    clock = StageClock()
+    location = locate(dst)
+    with location.attempt(overwrite=overwrite, needed_nbytes=plan.nbytes) as attempt:
+        folder = location / data_dir(attempt.nonce)
+        writer = Writer(folder, plan, view, process=0, options=options, clock=clock)
+        complete = dataclasses.replace(
+            draft,
+            nonce=attempt.nonce,
+            tables=(writer.write({}),),
+            created=time.time(),
+            written_by=written_by(),
+            seconds=dict(clock.seconds),
+        )
+        data, digest = manifest_file.to_bytes(complete)
+        attempt.commit(data)
+    return ImportReport(manifest=manifest_file.with_id(complete, digest), left_out=tuple(left_out))
+
+
+def _planned(
+    tree: Tree,
+    leaves: Sequence[ArrayForm | Value],
+    source: Mapping[str, str],
+    metadata: Any,
+    options: SaveOptions,
+) -> tuple[SavePlan, Manifest]:
+    """The plan, and the manifest but for what is known only at the end."""
     forms = [
         dataclasses.replace(leaf, max_shard_nbytes=_SHARD_NBYTES)
         for leaf in leaves
         if isinstance(leaf, ArrayForm)
     ]
+    nbytes = sum(math.prod(f.shape) * dtypes.dtype_of(f.dtype).itemsize for f in forms)
+    if nbytes > _MAX_NBYTES:
+        raise FormatError(f"{source['path']} claims {nbytes} bytes, more than {_MAX_NBYTES}")
     distinct = {form: at for at, form in enumerate(dict.fromkeys(forms))}
     numbers = iter(forms)
     codes = [distinct[next(numbers)] if isinstance(leaf, ArrayForm) else VALUE for leaf in leaves]
@@ -89,19 +129,4 @@ def make_checkpoint(
         source=source,
     )
     manifest_file.to_bytes(draft)
-    clock = StageClock()
-    location = locate(dst)
-    with location.attempt(overwrite=overwrite, needed_nbytes=plan.nbytes) as attempt:
-        folder = location / data_dir(attempt.nonce)
-        writer = Writer(folder, plan, view, process=0, options=options, clock=clock)
-        complete = dataclasses.replace(
-            draft,
-            nonce=attempt.nonce,
-            tables=(writer.write({}),),
-            created=time.time(),
-            written_by=written_by(),
-            seconds=dict(clock.seconds),
-        )
-        data, digest = manifest_file.to_bytes(complete)
-        attempt.commit(data)
-    return manifest_file.with_id(complete, digest)
+    return plan, draft

@@ -1,22 +1,25 @@
 """Flat names for the leaves of a tree, and a tree from flat names."""
 
-import json
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pytree_ckpt.errors import FormatError, UnsupportedLeafError
-from pytree_ckpt.format import values
-from pytree_ckpt.format.arrays import ARRAY_KINDS
+from pytree_ckpt.format import values, wire
+from pytree_ckpt.format.arrays import ARRAY_KINDS, ArrayKind
 from pytree_ckpt.format.manifest import Leaf
-from pytree_ckpt.format.paths import KEY_KINDS, Key, Path, to_text
+from pytree_ckpt.format.manifest_file import tree_from_wire, tree_to_wire
+from pytree_ckpt.format.parse import Reader
+from pytree_ckpt.format.paths import Key, Path
 from pytree_ckpt.format.shardings import Single
-from pytree_ckpt.format.trees import NODE_KINDS, Tree, from_ends
+from pytree_ckpt.format.trees import MAX_DEPTH, Tree, from_ends
 from pytree_ckpt.format.values import Value
 from pytree_ckpt.plan.saving import ArrayForm
 
 TREE_KEY = "pytree_ckpt.tree"
-"""Where a file of another format has the tree of the checkpoint it was made from, as JSON."""
+"""Where a file of another format has the tree of the checkpoint that it was made from."""
+_VALUE = 0
+"""Code of a Python value; arrays have those of their kinds above it."""
 
 
 def flat_names(leaves: Sequence[Leaf], separator: str) -> list[str]:
@@ -46,11 +49,57 @@ def flat_names(leaves: Sequence[Leaf], separator: str) -> list[str]:
     return names
 
 
-def tree_of_names(names: Sequence[str], separator: str | None) -> tuple[Tree, list[str]]:
+def refuse(leaves: Sequence[Leaf], lacks: Mapping[str, str]) -> None:
+    """Raise an `UnsupportedLeafError` that names every leaf that cannot be exported.
+
+    Args:
+        leaves: All that is to be exported.
+        lacks: For each dtype that the format lacks the reason to give.
+    """
+    wrong = [
+        (leaf.text, "belongs to one process: leave it out with select")
+        if leaf.spec is None
+        else (leaf.text, lacks[leaf.spec.dtype])
+        for leaf in leaves
+        if leaf.per_process or (leaf.spec is not None and leaf.spec.dtype in lacks)
+    ]
+    if wrong:
+        raise UnsupportedLeafError(wrong)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedArray:
+    """A leaf that is an array of a file: its name there, and what it was in the checkpoint."""
+
+    name: str
+    kind: ArrayKind = "numpy"
+    key_impl: str | None = None
+    key_ndim: int = 0
+
+    def form(self, dtype: str, shape: tuple[int, ...]) -> ArrayForm:
+        """An array of the host; keys, which live on devices, are put on one."""
+        if self.key_impl is None:
+            kind: ArrayKind = "scalar" if self.kind == "scalar" and not shape else "numpy"
+            return ArrayForm(kind=kind, dtype=dtype, shape=shape, sharding=None)
+        return ArrayForm(
+            kind="key",
+            dtype=dtype,
+            shape=shape,
+            sharding=Single(device_id=0),
+            committed=False,
+            key_impl=self.key_impl,
+            key_ndim=self.key_ndim,
+        )
+
+
+def tree_of_names(
+    names: Sequence[str], separator: str | None
+) -> tuple[Tree, tuple[NamedArray, ...]]:
     """Nested dicts of `str` keys, and the names in the order of their leaves.
 
     Raises:
-        FormatError: A name is also the beginning of another, so that it is leaf and container.
+        FormatError: A name is also the beginning of another, so that it is leaf and container, or
+            names nest deeper than a tree.
 
     Example:
         >>> tree_of_names(["b", "a.w"], ".")[0].build([1, 2])
@@ -59,6 +108,8 @@ def tree_of_names(names: Sequence[str], separator: str | None) -> tuple[Tree, li
     paths: dict[Path, str] = {}
     for name in names:
         parts = name.split(separator) if separator else [name]
+        if len(parts) >= MAX_DEPTH:
+            raise FormatError(f"the name {name[:80]!r}… has {len(parts)} parts")
         paths[tuple(Key("str", part) for part in parts)] = name
     inner = {path[:depth] for path in paths for depth in range(len(path))}
     both = [name for path, name in paths.items() if path in inner]
@@ -69,116 +120,45 @@ def tree_of_names(names: Sequence[str], separator: str | None) -> tuple[Tree, li
         )
     empty = Tree(("dict",), (0,), (None,))
     tree = from_ends(dict.fromkeys(paths, "leaf"), known=empty) if paths else empty
-    return tree, [paths[path] for path in tree.leaf_paths()]
+    return tree, tuple(NamedArray(name=paths[path]) for path in tree.leaf_paths())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """A tree as a file records it: for each leaf the name of its array, or its value."""
-
-    tree: Tree
-    names: tuple[str | None, ...]
-    values: tuple[Value | None, ...]
-    kinds: tuple[str | None, ...]
-    key_impls: tuple[tuple[str, int] | None, ...]
-
-
-def record(tree: Tree, leaves: Sequence[Leaf], names: Mapping[int, str]) -> str:
+def record(tree: Tree, leaves: Sequence[Leaf], names: Mapping[Leaf, str]) -> str:
     """The tree of a checkpoint, and what names cannot say of its leaves, as text."""
-    nodes = [
-        [
-            NODE_KINDS.index(kind),
-            count,
-            None if key is None else [KEY_KINDS.index(key.kind), key.value],
-        ]
-        for kind, count, key in zip(tree.kinds, tree.counts, tree.keys, strict=True)
-    ]
-    found: list[Any] = []
-    for at, leaf in enumerate(leaves):
-        if leaf.spec is None:
-            tag, payload = values.to_wire(leaf.value)  # type: ignore[arg-type]
-            is_bytes = isinstance(payload, bytes)
-            found.append([tag, payload.hex() if is_bytes else payload, is_bytes])
-        else:
-            found.append([names[at], leaf.spec.kind, leaf.spec.key_impl, leaf.spec.key_ndim])
-    return json.dumps([nodes, found], separators=(",", ":"))
+    specs = [leaf.spec for leaf in leaves]
+    content = {
+        "tree": tree_to_wire(tree),
+        "codes": bytes(_VALUE if s is None else 1 + ARRAY_KINDS.index(s.kind) for s in specs),
+        "names": [names[leaf] for leaf in leaves if leaf.spec is not None],
+        "values": [values.to_wire(leaf.value) for leaf in leaves if leaf.value is not None],
+        "keys": [[s.key_impl, s.key_ndim] for s in specs if s is not None and s.key_impl],
+    }
+    return base64.b64encode(wire.encode(content)).decode()
 
 
-def recorded(text: str, *, what: str) -> Recorded:
-    """The tree that `record` wrote.
+def recorded(text: str, *, what: str) -> tuple[Tree, tuple[NamedArray | Value, ...]]:
+    """The tree that `record` wrote, and its leaves.
 
     Raises:
         FormatError: It is not of this form.
     """
-    try:
-        nodes, found = json.loads(text)
-        tree = Tree(
-            tuple(NODE_KINDS[kind] for kind, _, _ in nodes),
-            tuple(count for _, count, _ in nodes),
-            tuple(None if key is None else Key(KEY_KINDS[key[0]], key[1]) for _, _, key in nodes),
-        )
-        if tree.num_leaves != len(found):
-            raise ValueError(f"{len(found)} leaves in a tree of {tree.num_leaves}")
-        names: list[str | None] = []
-        python: list[Value | None] = []
-        kinds: list[str | None] = []
-        impls: list[tuple[str, int] | None] = []
-        for item in found:
-            if len(item) == 3:
-                tag, payload, is_bytes = item
-                python.append(
-                    values.from_wire([tag, bytes.fromhex(payload) if is_bytes else payload])
-                )
-                names.append(None)
-                kinds.append(None)
-                impls.append(None)
-                continue
-            name, kind, impl, ndim = item
-            if not isinstance(name, str) or kind not in ARRAY_KINDS:
-                raise ValueError(f"a leaf of kind {kind!r}")
-            names.append(name)
-            python.append(None)
-            kinds.append(kind)
-            impls.append((str(impl), int(ndim)) if impl is not None else None)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        raise FormatError(f"{what} has a tree that is none: {error}") from None
-    return Recorded(
-        tree=tree,
-        names=tuple(names),
-        values=tuple(python),
-        kinds=tuple(kinds),
-        key_impls=tuple(impls),
-    )
-
-
-def form_of(
-    dtype: str, shape: tuple[int, ...], kind: str | None, impl: tuple[str, int] | None
-) -> ArrayForm:
-    """An array of the host; keys, which live on devices, are put on one."""
-    if kind == "key" and impl is not None:
-        return ArrayForm(
-            kind="key",
-            dtype=dtype,
-            shape=shape,
-            sharding=Single(device_id=0),
-            committed=False,
-            key_impl=impl[0],
-            key_ndim=impl[1],
-        )
-    return ArrayForm(
-        kind="scalar" if kind == "scalar" and not shape else "numpy",
-        dtype=dtype,
-        shape=shape,
-        sharding=None,
-    )
-
-
-def refuse_values(leaves: Sequence[Leaf]) -> None:
-    """Raise an `UnsupportedLeafError` that names every value that each process has its own of."""
-    wrong = [
-        (to_text(leaf.path), "belongs to one process: leave it out with select")
-        for leaf in leaves
-        if leaf.per_process
-    ]
-    if wrong:
-        raise UnsupportedLeafError(wrong)
+    with Reader.errors(f"the tree in {what}"):
+        reader = Reader(wire.decode(base64.b64decode(text, validate=True), what=what), what)
+        tree = tree_from_wire(Reader(reader.mapping("tree"), what))
+        codes, names = reader.binary("codes"), list(reader.texts("names"))
+        python = list(map(values.from_wire, reader.list("values")))
+        keys = [(str(impl), int(ndim)) for impl, ndim in reader.list("keys")]
+        kinds = [None if code == _VALUE else ARRAY_KINDS[code - 1] for code in codes]
+        wanted = (tree.num_leaves, len(kinds) - kinds.count(None), kinds.count(None))
+        if (len(kinds), len(names), len(python)) != wanted or len(keys) != kinds.count("key"):
+            raise ValueError("the columns of the leaves differ in length")
+    for column in (names, python, keys):
+        column.reverse()  # to be taken from the end
+    leaves: list[NamedArray | Value] = []
+    for kind in kinds:
+        if kind is None:
+            leaves.append(python.pop())
+            continue
+        impl, ndim = keys.pop() if kind == "key" else (None, 0)
+        leaves.append(NamedArray(name=names.pop(), kind=kind, key_impl=impl, key_ndim=ndim))
+    return tree, tuple(leaves)

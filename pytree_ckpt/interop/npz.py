@@ -3,11 +3,10 @@
 import ast
 import math
 import os
-import secrets
-import shutil
 import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,23 +15,32 @@ from typing import Any
 
 import numpy as np
 
-from pytree_ckpt.errors import ExistsError, FormatError, UnsupportedLeafError
+from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Shape
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.interop import names as naming
-from pytree_ckpt.interop.exporting import ExportReport, selected
-from pytree_ckpt.interop.flat_files import read_box
+from pytree_ckpt.interop.exporting import ExportReport, selected, written_whole
+from pytree_ckpt.interop.flat_files import open_regular, read_box
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
 from pytree_ckpt.options import SaveOptions
-from pytree_ckpt.store import disk
 from pytree_ckpt.store.locations import PathLike, local_path
 from pytree_ckpt.verbs.checkpoint import open_checkpoint
 
-_MAX_HEADER_NBYTES = 1 << 16
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_HEAD_NBYTES = 1 << 16
+"""Largest header of an array."""
+_PART_NBYTES = 1 << 20
 _LOCAL_HEADER_NBYTES = 30
 _SLAB_NBYTES = 32 << 20
+_RATIO = 1100
+"""Deflate packs no more than this many bytes in one."""
+_LACKS = {
+    name: f"numpy has no dtype {name} of its own; convert it first"
+    for name in dtypes.names()
+    if dtypes.dtype_of(name).isbuiltin != 1
+}
 
 
 def export_npz(
@@ -61,15 +69,10 @@ def export_npz(
     path = local_path(dst)
     with open_checkpoint(src) as checkpoint:
         leaves = selected(checkpoint.manifest.leaves, select)
-        naming.refuse_values(leaves)
+        naming.refuse(leaves, _LACKS)
         arrays = [leaf for leaf in leaves if leaf.spec is not None]
-        _refuse_dtypes(arrays)
         names = naming.flat_names(arrays, separator)
-        if os.path.lexists(path) and not overwrite:
-            raise ExistsError(f"{path} exists; pass overwrite=True to replace it")
-        disk.make_dirs(path.parent)
-        made = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
+        with written_whole([path], overwrite=overwrite) as (made,):
             with zipfile.ZipFile(made, "x") as archive:
                 for leaf, name in zip(arrays, names, strict=True):
                     if leaf.spec is not None:
@@ -77,25 +80,11 @@ def export_npz(
                             _write_npy(out, leaf, leaf.spec, checkpoint)
             with made.open("rb") as done:
                 os.fsync(done.fileno())
-            os.replace(made, path)
-        finally:
-            made.unlink(missing_ok=True)
-        disk.fsync_dir(path.parent)
     return ExportReport(
         files=(str(path),),
         nbytes=sum(leaf.spec.nbytes for leaf in arrays if leaf.spec is not None),
         left_out=tuple(f"{leaf.text}: a Python value" for leaf in leaves if leaf.spec is None),
     )
-
-
-def _refuse_dtypes(leaves: Sequence[Leaf]) -> None:
-    wrong = [
-        (leaf.text, f"numpy has no dtype {leaf.spec.dtype} of its own; convert it first")
-        for leaf in leaves
-        if leaf.spec is not None and dtypes.dtype_of(leaf.spec.dtype).isbuiltin != 1
-    ]
-    if wrong:
-        raise UnsupportedLeafError(wrong)
 
 
 def _write_npy(out: Any, leaf: Leaf, spec: ArraySpec, checkpoint: Any) -> None:
@@ -138,8 +127,18 @@ class _Member:
     dtype: str
     shape: Shape
     is_fortran: bool
+    header_nbytes: int
     fd: int
-    offset: int
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the member: of the header and the elements."""
+        return self.header_nbytes + math.prod(self.shape) * dtypes.dtype_of(self.dtype).itemsize
+
+    @property
+    def offset(self) -> int:
+        return self.start + self.header_nbytes
 
 
 def import_npz(
@@ -171,8 +170,8 @@ def import_npz(
         for member in _members(path, opened):
             if members.setdefault(member.name, member) is not member:
                 raise FormatError(f"{path} has the array {member.name!r} twice")
-        tree, ordered = naming.tree_of_names(list(members), separator)
-        found = [members[name] for name in ordered]
+        tree, arrays = naming.tree_of_names(list(members), separator)
+        found = [members[array.name] for array in arrays]
 
         def view(leaf: int, box: Box) -> Any:
             member = found[leaf]
@@ -183,35 +182,63 @@ def import_npz(
             shape = member.shape[::-1]
             return read_box(member.fd, member.offset, shape, dtype, turned, what=str(path)).T
 
-        manifest = make_checkpoint(
+        return make_checkpoint(
             dst,
             tree,
-            [naming.form_of(member.dtype, member.shape, None, None) for member in found],
+            [array.form(m.dtype, m.shape) for array, m in zip(arrays, found, strict=True)],
             view,
             source={"kind": "npz", "path": str(path), "holds": "weights"},
             metadata=None,
             overwrite=overwrite,
             options=options,
         )
-    return ImportReport(manifest=manifest, left_out=())
 
 
 def _members(path: Path, opened: ExitStack) -> Iterator[_Member]:
+    """The arrays of an archive: where they lie in it, or in a file that they are unpacked to."""
+    file = opened.enter_context(os.fdopen(open_regular(path), "rb"))
+    nbytes = os.fstat(file.fileno()).st_size
     try:
-        file = opened.enter_context(path.open("rb"))
         archive = opened.enter_context(zipfile.ZipFile(file))
-        for info in archive.infolist():
+        infos = archive.infolist()
+        if sum(info.compress_size for info in infos) > nbytes:
+            raise FormatError(f"{path} has members that overlap, or end beyond it")
+        for info in infos:
             name = info.filename.removesuffix(".npy")
-            if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
-                yield _member(path, name, file.fileno(), _start(file, info))
-                continue
-            unpacked = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is one
-            with archive.open(info) as packed:
-                shutil.copyfileobj(packed, unpacked, 1 << 20)
-            unpacked.flush()
-            yield _member(path, name, unpacked.fileno(), 0)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error) as error:
+            what = f"{path}: {name!r}"
+            if info.flag_bits & 1 or info.compress_type not in _METHODS:
+                raise FormatError(f"{what} is encrypted, or packed as numpy does not")
+            with archive.open(info) as content:
+                head = content.read(_HEAD_NBYTES)
+                if info.compress_type == zipfile.ZIP_STORED:
+                    into = None
+                    member = _member(what, name, head, file.fileno(), _start(file, info))
+                else:
+                    into = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - it is one
+                    member = _member(what, name, head, into.fileno(), 0)
+                if member.nbytes != info.file_size or info.file_size > info.compress_size * _RATIO:
+                    raise FormatError(
+                        f"{what} has {info.file_size} bytes in {info.compress_size}, which is not "
+                        f"what an array of {member.dtype}{list(member.shape)} has"
+                    )
+                _read_through(head, content, into)
+            yield member
+    except (
+        *(zipfile.BadZipFile, zlib.error, struct.error, EOFError),
+        *(NotImplementedError, RuntimeError),
+    ) as error:
         raise FormatError(f"{path} is not an .npz that can be read: {error}") from None
+
+
+def _read_through(head: bytes, content: Any, into: Any) -> None:
+    """Read a member, whose first bytes are `head`, to its end, where its checksum is checked."""
+    part = head
+    while part:
+        if into is not None:
+            into.write(part)
+        part = content.read(_PART_NBYTES)
+    if into is not None:
+        into.flush()
 
 
 def _start(file: Any, info: zipfile.ZipInfo) -> int:
@@ -222,19 +249,16 @@ def _start(file: Any, info: zipfile.ZipInfo) -> int:
     return int(info.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes)
 
 
-def _member(path: Path, name: str, fd: int, start: int) -> _Member:
-    """The `.npy` that begins at byte `start`; its header is a Python literal, never a pickle."""
-    what = f"{path}: {name!r}"
-    head = os.pread(fd, 12, start)
-    if head[:6] != b"\x93NUMPY" or head[6] not in (1, 2, 3):
+def _member(what: str, name: str, head: bytes, fd: int, start: int) -> _Member:
+    """The `.npy` that begins with `head`; its header is a Python literal, never a pickle."""
+    if head[:6] != b"\x93NUMPY" or head[6:7] not in (b"\1", b"\2", b"\3"):
         raise FormatError(f"{what} is not an array of numpy")
     width = 2 if head[6] == 1 else 4
     length = int.from_bytes(head[8 : 8 + width], "little")
-    if length > _MAX_HEADER_NBYTES:
+    if length > _HEAD_NBYTES - 8 - width:
         raise FormatError(f"{what} has a header of {length} bytes")
     try:
-        text = os.pread(fd, length, start + 8 + width).decode("latin1")
-        header = ast.literal_eval(text.strip())
+        header = ast.literal_eval(head[8 + width : 8 + width + length].decode("latin1").strip())
         shape, is_fortran = tuple(header["shape"]), bool(header["fortran_order"])
         dtype = np.dtype(header["descr"])
         known = dtypes.name_of(dtype) if dtype.kind in "biufc" and dtype.isnative else None
@@ -249,6 +273,7 @@ def _member(path: Path, name: str, fd: int, start: int) -> _Member:
         dtype=known,
         shape=shape,
         is_fortran=is_fortran,
+        header_nbytes=8 + width + length,
         fd=fd,
-        offset=start + 8 + width + length,
+        start=start,
     )

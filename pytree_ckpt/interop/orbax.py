@@ -102,7 +102,7 @@ class _Import:
         def view(leaf: int, box: Box) -> Any:
             return self._read(stores[paths[leaf]], box, to_text(paths[leaf]))
 
-        manifest = make_checkpoint(
+        return make_checkpoint(
             dst,
             tree,
             [found[path] for path in paths],
@@ -111,8 +111,8 @@ class _Import:
             metadata=self._metadata(),
             overwrite=overwrite,
             options=options,
+            left_out=self._left_out,
         )
-        return ImportReport(manifest=manifest, left_out=tuple(self._left_out))
 
     def _leaf(self, entry: Entry) -> tuple[Any, Any]:
         """The form or the value of a leaf, and where its elements are; None if it is left out."""

@@ -7,7 +7,6 @@ Zarr 2 or 3, each in a folder of its own or all of them in one OCDBT database.
 
 import base64
 import binascii
-import json
 import math
 import os
 import re
@@ -24,12 +23,13 @@ from pytree_ckpt.format.arrays import MAX_ARRAY_BYTES
 from pytree_ckpt.format.paths import Key
 from pytree_ckpt.format.paths import Path as LeafPath
 from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Single
+from pytree_ckpt.format.trees import MAX_DEPTH
+from pytree_ckpt.interop.json_objects import MAX_JSON_NBYTES, json_object
 from pytree_ckpt.store import disk
 
 METADATA_FILE = "_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
 """In the name of a folder that orbax has not committed."""
-MAX_JSON_NBYTES = 64 << 20
 MAX_CHUNK_NBYTES = 4 << 30
 """Largest chunk that is decoded, in one piece."""
 _SEQUENCE, _DICT = 1, 2
@@ -68,16 +68,7 @@ def read_json(file: Path) -> dict[str, Any]:
         FormatError: It is not.
         FileNotFoundError: There is no such file.
     """
-    data = disk.read_file(file, max_nbytes=MAX_JSON_NBYTES)
-    try:
-        if len(data) > MAX_JSON_NBYTES:
-            raise ValueError(f"more than {MAX_JSON_NBYTES} bytes")
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{file} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{file} is no JSON object")
-    return found
+    return json_object(disk.read_file(file, max_nbytes=MAX_JSON_NBYTES), what=str(file))
 
 
 def optional_json(file: Path) -> dict[str, Any]:
@@ -130,7 +121,7 @@ def read_item(folder: Path) -> Item:
         for file in sorted((folder / "array_metadatas").glob("process_*")):
             arrays |= _key_impls(read_json(file))
         shardings = {
-            base64.b64decode(key).decode(): _sharding(json.loads(text))
+            base64.b64decode(key).decode(): _sharding(json_object(text.encode(), what=key))
             for key, text in optional_json(folder / "_sharding").items()
         }
         strings = optional_json(folder / "_strings.json")
@@ -154,6 +145,8 @@ def read_item(folder: Path) -> Item:
 def _entries(tree: Mapping[str, Any]) -> Iterator[Entry]:
     for item in tree.values():
         path = tuple(_key(key) for key in item["key_metadata"])
+        if len(path) >= MAX_DEPTH:
+            raise ValueError(f"a leaf below {len(path)} containers")
         name = ".".join(str(key.value) for key in path)
         kind = item["value_metadata"]["value_type"]
         if not isinstance(kind, str):
@@ -228,7 +221,7 @@ def zarr_array(data: bytes, zarr_format: int, *, what: str) -> ZarrArray:
         FormatError: It is not valid, or larger than any limit.
     """
     try:
-        found = json.loads(data)
+        found = json_object(data, what=what)
         if found["zarr_format"] != zarr_format:
             raise ValueError(f"Zarr format {found['zarr_format']}")
         shape = _extents(found["shape"])

@@ -6,33 +6,41 @@ their names. Tied weights are written once for each leaf: every reader finds bot
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, UnsupportedLeafError
+from pytree_ckpt.errors import CheckpointError, FormatError
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.format.manifest import Leaf
+from pytree_ckpt.format.values import Value
 from pytree_ckpt.interop import names as naming
-from pytree_ckpt.interop.exporting import ExportReport, selected
-from pytree_ckpt.interop.flat_files import read_box, write_box
+from pytree_ckpt.interop.exporting import ExportReport, selected, written_whole
+from pytree_ckpt.interop.flat_files import open_regular, read_box, write_box
+from pytree_ckpt.interop.json_objects import MAX_JSON_NBYTES
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
+from pytree_ckpt.interop.names import NamedArray
 from pytree_ckpt.interop.safetensors_files import (
     CODES,
-    MAX_HEADER_NBYTES,
+    INDEX_FILE,
+    WHOLE_FILE,
     WIDEST_LAST,
-    Tensor,
     file_names,
-    files_to_read,
-    read_header,
+    read_model,
 )
 from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.plan.saving import ArrayForm
 from pytree_ckpt.store import disk
 from pytree_ckpt.store.locations import PathLike, local_path
 from pytree_ckpt.verbs.checkpoint import open_checkpoint
+
+_LACKS = {
+    name: f"safetensors has no dtype {name}; convert it first"
+    for name in dtypes.names()
+    if name not in CODES
+}
 
 # --- out ----------------------------------------------------------------------------------------
 
@@ -57,8 +65,9 @@ def export_safetensors(
         select: Patterns of the leaves to take; all by default.
         separator: Between the keys of a path in the name of a tensor.
         max_file_nbytes: Bytes of tensors in a file; a larger tensor has a file of its own.
-        metadata: More strings for the header.
-        overwrite: Replace files.
+        metadata: More strings for the header. Without a `format` it has "pt", which says that names
+            and values are as they are, and without which transformers refuses the file.
+        overwrite: Replace files, also those of another number that are there.
 
     Raises:
         UnsupportedLeafError: Dtypes that the format lacks, names that two leaves would have, and
@@ -78,50 +87,28 @@ def export_safetensors(
     with open_checkpoint(src) as checkpoint:
         manifest = checkpoint.manifest
         leaves = selected(manifest.leaves, select)
-        naming.refuse_values(leaves)
+        naming.refuse(leaves, _LACKS)
         arrays = [leaf for leaf in leaves if leaf.spec is not None]
-        _refuse_dtypes(arrays)
-        by_leaf = dict(zip(arrays, naming.flat_names(arrays, separator), strict=True))
-        header = {"format": "pytree_ckpt", **(metadata or {})}
+        names = dict(zip(arrays, naming.flat_names(arrays, separator), strict=True))
+        header = {"format": "pt", **(metadata or {})}
         if len(leaves) == len(manifest.leaves):
-            numbered = {at: by_leaf[leaf] for at, leaf in enumerate(leaves) if leaf in by_leaf}
-            header[naming.TREE_KEY] = naming.record(manifest.tree, leaves, numbered)
-        groups = _groups(by_leaf, max_file_nbytes)
-        files = file_names(local_path(dst), len(groups))
-        if not overwrite and (there := [str(f) for f in files if os.path.lexists(f)]):
-            raise ExistsError(f"{there[0]} exists; pass overwrite=True to replace it")
-        disk.make_dirs(files[0].parent)
-        with ExitStack() as temporary:
-            renames = []
-            for file, group in zip(files, groups, strict=False):
-                made = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
-                temporary.callback(made.unlink, missing_ok=True)
-                _write_file(made, group, header, checkpoint)
-                renames.append((made, file))
+            header[naming.TREE_KEY] = naming.record(manifest.tree, leaves, names)
+        groups = _groups(names, max_file_nbytes)
+        path = local_path(dst)
+        files = file_names(path, len(groups))
+        rival = path / (WHOLE_FILE if len(groups) > 1 else INDEX_FILE)
+        others = [] if path.suffix == ".safetensors" else [rival]
+        with written_whole(files, overwrite=overwrite, replaces=others) as made:
+            for file, group in zip(made, groups, strict=False):
+                _write_file(file, group, header, checkpoint)
             if len(files) > len(groups):
-                made = files[-1].with_name(f".{files[-1].name}.{secrets.token_hex(8)}.tmp")
-                temporary.callback(made.unlink, missing_ok=True)
-                disk.write_new(made, _index(groups, files))
-                renames.append((made, files[-1]))
-            for made, file in renames:
-                os.replace(made, file)
-        disk.fsync_dir(files[0].parent)
+                disk.write_new(made[-1], _index(groups, files))
     lost = [f"{leaf.text}: a Python value" for leaf in leaves if leaf.spec is None]
     return ExportReport(
         files=tuple(map(str, files)),
         nbytes=sum(leaf.spec.nbytes for leaf in arrays if leaf.spec is not None),
         left_out=() if naming.TREE_KEY in header else tuple(lost),
     )
-
-
-def _refuse_dtypes(leaves: Sequence[Leaf]) -> None:
-    wrong = [
-        (leaf.text, f"safetensors has no dtype {leaf.spec.dtype}; convert it first")
-        for leaf in leaves
-        if leaf.spec is not None and leaf.spec.dtype not in CODES
-    ]
-    if wrong:
-        raise UnsupportedLeafError(wrong)
 
 
 def _groups(names: Mapping[Leaf, str], most: int) -> list[list[tuple[str, Leaf]]]:
@@ -168,7 +155,7 @@ def _write_file(
             at = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_NBYTES:
+    if len(text) > MAX_JSON_NBYTES:
         raise CheckpointError(f"the header of {path} would have {len(text)} bytes; use more files")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -216,49 +203,36 @@ def import_safetensors(
         ExistsError: There is a checkpoint at `dst` and `overwrite` is False.
     """
     path = local_path(src)
-    files = files_to_read(path)
-    tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
-    for file in files:
-        found, strings = read_header(file)
-        for tensor in found:
-            if tensor.name in tensors:
-                raise FormatError(f"{tensor.name!r} is in {tensors[tensor.name].file} and {file}")
-            tensors[tensor.name] = tensor
-        metadata |= strings
+    tensors, metadata = read_model(path)
     whole = metadata.pop(naming.TREE_KEY, None)
-    if whole is not None:
-        tree = naming.recorded(whole, what=str(path))
-        if sorted(filter(None, tree.names)) != sorted(tensors):
-            raise FormatError(f"{path} has other tensors than the tree that it records")
+    found: Sequence[NamedArray | Value]
+    if whole is None:
+        tree, found = naming.tree_of_names(list(tensors), separator)
     else:
-        plain, ordered = naming.tree_of_names(list(tensors), separator)
-        nothing = (None,) * len(ordered)
-        tree = naming.Recorded(
-            tree=plain, names=tuple(ordered), values=nothing, kinds=nothing, key_impls=nothing
-        )
-    leaves: list[Any] = [
-        value
-        if name is None
-        else naming.form_of(tensors[name].dtype, tensors[name].shape, kind, impl)
-        for name, value, kind, impl in zip(
-            tree.names, tree.values, tree.kinds, tree.key_impls, strict=True
-        )
+        tree, found = naming.recorded(whole, what=str(path))
+    named = {at: item for at, item in enumerate(found) if isinstance(item, NamedArray)}
+    if sorted(item.name for item in named.values()) != sorted(tensors):
+        raise FormatError(f"{path} has other tensors than the tree that it records")
+    of_leaf = {at: tensors[item.name] for at, item in named.items()}
+    leaves: list[ArrayForm | Value] = [
+        item.form(of_leaf[at].dtype, of_leaf[at].shape) if isinstance(item, NamedArray) else item
+        for at, item in enumerate(found)
     ]
     with ExitStack() as opened:
-        fds = {file: os.open(file, os.O_RDONLY) for file in files}
-        for fd in fds.values():
-            opened.callback(os.close, fd)
+        fds: dict[Path, int] = {}
+        for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
+            fds[file] = open_regular(file)
+            opened.callback(os.close, fds[file])
 
         def view(leaf: int, box: Box) -> Any:
-            tensor = tensors[tree.names[leaf] or ""]
+            tensor = of_leaf[leaf]
             dtype = dtypes.dtype_of(tensor.dtype)
             fd = fds[tensor.file]
             return read_box(fd, tensor.offset, tensor.shape, dtype, box, what=str(tensor.file))
 
-        manifest = make_checkpoint(
+        return make_checkpoint(
             dst,
-            tree.tree,
+            tree,
             leaves,
             view,
             source={
@@ -270,4 +244,3 @@ def import_safetensors(
             overwrite=overwrite,
             options=options,
         )
-    return ImportReport(manifest=manifest, left_out=())

@@ -4,7 +4,6 @@ A file is the length of a header (8 bytes), the header (JSON, padded with spaces
 8), and the tensors without gaps.
 """
 
-import json
 import math
 import os
 import re
@@ -15,10 +14,11 @@ from typing import Any
 
 from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format import dtypes
+from pytree_ckpt.interop.flat_files import open_regular
+from pytree_ckpt.interop.json_objects import MAX_JSON_NBYTES, json_object
 
+WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_NBYTES = 100_000_000
-"""As the safetensors library has it."""
 WIDEST_LAST = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16"),
     *("I32", "U32", "F32", "C64", "F64", "I64", "U64"),
@@ -67,36 +67,52 @@ def file_names(dst: Path, count: int) -> list[Path]:
     return [*files, folder / f"{stem}.safetensors.index.json"]
 
 
-def files_to_read(path: Path) -> list[Path]:
-    """The files of a model.
+def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, or of a model in a folder, by name, and the metadata of its files.
+
+    Of a folder the files are those that transformers would take.
 
     Raises:
-        FormatError: An index that is none, or that leads out of its folder.
+        FormatError: A file is not safetensors, or an index none, or it leads out of its folder.
     """
-    if not path.is_dir():
-        return [path]
     index = path / INDEX_FILE
+    if not path.is_dir():
+        files, names = [path], None
+    elif (path / WHOLE_FILE).exists():
+        files, names = [path / WHOLE_FILE], None
+    else:
+        names = _weight_map(index)
+        files = [path / name for name in sorted(set(names.values()))]
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        found, strings = _read_header(file)
+        metadata |= strings
+        for tensor in found:
+            if tensor.name in tensors:
+                raise FormatError(f"{tensor.name!r} is in {tensors[tensor.name].file} and {file}")
+            tensors[tensor.name] = tensor
+    for name, file_name in (names or {}).items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise FormatError(f"{index} names {name!r}, which {file_name} does not have")
+    return tensors, metadata
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """For each tensor the name of its file, which is in the folder of the index."""
     if not index.exists():
-        if (path / "model.safetensors").exists():
-            return [path / "model.safetensors"]
-        raise FormatError(f"{path} has neither model.safetensors nor {INDEX_FILE}")
-    data = index.read_bytes() if index.stat().st_size <= MAX_HEADER_NBYTES else b""
-    found = _json(data, what=str(index))
-    names = found.get("weight_map")
+        raise FormatError(f"{index.parent} has neither {WHOLE_FILE} nor {INDEX_FILE}")
+    with os.fdopen(open_regular(index), "rb") as opened:
+        names = json_object(opened.read(MAX_JSON_NBYTES + 1), what=str(index)).get("weight_map")
     if not isinstance(names, dict) or not all(
         isinstance(name, str) and _PLAIN_NAME.fullmatch(name) and name not in (".", "..")
         for name in names.values()
     ):
         raise FormatError(f"{index} has no valid weight_map")
-    files = [path / name for name in sorted(set(names.values()))]
-    held = {tensor.name: file for file in files for tensor in read_header(file)[0]}
-    lacking = [name for name, file in names.items() if held.get(name) != path / file]
-    if lacking:
-        raise FormatError(f"{index} names {lacking[0]!r}, which {names[lacking[0]]} does not have")
-    return files
+    return names
 
 
-def read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
+def _read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
     """The tensors of a file and its metadata; no tensor is read.
 
     Raises:
@@ -104,12 +120,12 @@ def read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
             that is not known.
     """
     what = str(file)
-    with file.open("rb") as opened:
+    with os.fdopen(open_regular(file), "rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_NBYTES, size - 8):
+        if size < 8 or length > min(MAX_JSON_NBYTES, size - 8):
             raise FormatError(f"{what} is not a safetensors file: its header has {length} bytes")
-        header = _json(opened.read(length), what=what)
+        header = json_object(opened.read(length), what=f"the header of {what}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(f"{what} has metadata that are not strings")
@@ -146,19 +162,3 @@ def _tensor(name: str, item: Any, file: Path, base: int) -> Tensor:
     if tensor.nbytes != stop - start:
         raise FormatError(f"{file}: {name!r} has {stop - start} bytes, not {tensor.nbytes}")
     return tensor
-
-
-def _json(data: bytes, *, what: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name is there twice")
-        return found
-
-    try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what} has a header that is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise FormatError(f"{what} has a header that is no object")
-    return found
