@@ -9,16 +9,19 @@ import numpy as np
 import pytree_ckpt as pc
 
 
-def state() -> dict[str, Any]:
+def state(large_nbytes: int) -> dict[str, Any]:
     """Leaves with a file of their own, and small ones that share one; no two have equal bytes."""
     rng = np.random.default_rng(11)
-    large = {f"large{n}": rng.integers(0, 1 << 32, (512, 1024), np.uint32) for n in range(2)}
+    shape = (large_nbytes // 4096, 1024)
+    large = {f"large{n}": rng.integers(0, 1 << 32, shape, np.uint32) for n in range(2)}
     return large | {f"small{n}": rng.integers(0, 1 << 32, 300 + n, np.uint32) for n in range(40)}
 
 
-def wrongly_reported(folder: Path, *, count: int, seed: int) -> list[str]:
+def wrongly_reported(
+    folder: Path, *, count: int, seed: int, large_nbytes: int = 1 << 21
+) -> list[str]:
     """Flips in the data of leaves that `verify` does not report as damage of that leaf alone."""
-    tree = state()
+    tree = state(large_nbytes)
     pc.save(folder, tree)
     places = [
         place for file in sorted(folder.glob("data-*/*/*/c*")) for place in _places(file, tree)

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import pytree_ckpt as pc
 from pytree_ckpt.format.shardings import Named
 from pytree_ckpt.plan import chunking, converting
+from pytree_ckpt.store import disk
 from tests.bitwise import assert_same
 from tests.conftest import make_mesh
 
@@ -261,6 +262,20 @@ def test_a_killed_conversion_goes_on_where_it_was(src: Path, moment: Any) -> Non
     assert_same(pc.load(dst, target), pc.load(src, target, reshard=True))
     assert pc.verify(dst).ok
     assert not list(dst.rglob("unfinished")) + list(dst.rglob("*.__lock"))
+
+
+def test_what_died_within_its_commit_is_made_durable_by_the_same_call(
+    src: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dst = src.with_name("dst")
+    made = pc.convert(src, dst).manifest
+    assert made is not None
+    (dst / f"manifest.{made.nonce}.tmp").write_bytes(b"its other name")
+    synced: list[Path] = []
+    monkeypatch.setattr(disk, "fsync_dir", synced.append)
+    assert pc.convert(src, dst).manifest == made
+    assert synced == [dst]
+    assert sorted(file.name for file in dst.iterdir()) == [made.data_dir, "manifest.msgpack"]
 
 
 def test_what_was_finished_and_then_damaged_is_written_again(src: Path) -> None:

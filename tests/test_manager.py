@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -1041,6 +1042,28 @@ def test_a_root_that_cannot_be_written_is_still_restored(
     before = snapshot(tmp_path)
     assert restored(manager, on_damage="previous") == 10
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_read_only_mount_is_read_and_refuses_a_save(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    save_steps(root, 10, 20)
+    flip_a_bit(root, 20)
+    mount = ["mount", "--bind", str(root), str(root)]
+    if (tried := subprocess.run(mount, capture_output=True, text=True)).returncode:
+        pytest.skip(f"this system lets nobody mount: {tried.stderr}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
+        before = snapshot(root)
+        with pc.CheckpointManager(root) as manager:
+            assert restored(manager, on_damage="previous") == 10
+            with pytest.raises(OSError, match="Read-only") as error:
+                manager.save(30, state(30))
+            assert error.value.errno == errno.EROFS
+        assert pc.verify(root / "step_00000010").ok
+        assert snapshot(root) == before
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
 
 
 def test_another_word_for_what_to_do_about_damage_is_refused(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def resumable_attempt(
         made += [new for new in disk.make_dirs(path / f"data-{nonce}") if new.parent != path]
         with disk.FolderLock(path / f"data-{nonce}", shared=True) as lock:
             if lock.state in ("held", "unsupported"):
-                reclaim(path)
+                reclaim(path, keep=f"data-{nonce}")
                 _check_space(path, needed_nbytes)
                 yield Attempt(path, nonce, made, lock, overwrite=overwrite)
                 return
@@ -283,8 +283,7 @@ class Attempt:
         self.committed = True
         # Readers need not wait for what is left to do.
         self._lock.share()
-        disk.fsync_dir(path)
-        reclaim(self.path)
+        settle(path)
 
     def abandon(self) -> None:
         """Take back what this save made. What cannot be removed now is reclaimed later.
@@ -323,21 +322,30 @@ class Attempt:
             os.rename(self.temporary, target)
 
 
-def reclaim(path: Path) -> None:
+def settle(path: Path) -> None:
+    """Make a manifest durable that has its name, and remove what it replaces.
+
+    Whoever named it may have died before both.
+    """
+    disk.fsync_dir(path)
+    reclaim(path)
+
+
+def reclaim(path: Path, *, keep: str | None = None) -> None:
     """Remove what dead saves left in a checkpoint folder, and data that was replaced.
 
-    A data folder goes only if no manifest names it and no living writer holds it. What cannot be
-    removed now is left for the next save.
+    A data folder goes only if it is not `keep`, no manifest names it and no living writer holds it.
+    What cannot be removed now is left for the next save.
     """
     try:
-        _reclaim(path)
+        _reclaim(path, keep)
     except OSError:
         return
 
 
-def _reclaim(path: Path) -> None:
+def _reclaim(path: Path, keep: str | None) -> None:
     names = os.listdir(path)
-    data = [n for n in names if _DATA_DIR.fullmatch(n)]
+    data = [n for n in names if _DATA_DIR.fullmatch(n) and n != keep]
     temporary = [n for n in names if _TEMPORARY.fullmatch(n)]
     if not temporary and len(data) <= is_committed(path):
         return

@@ -204,6 +204,7 @@ class _Job:
         """Write this process's part; process 0 commits, the others wait for it."""
         nonce = self._nonce()
         if (done := self._committed(nonce)) is not None:
+            commit.settle(self._folder)
             return ConvertReport(plan=self._plan, manifest=done)
         clock = StageClock()
         part = self._plan.parts[self._process]

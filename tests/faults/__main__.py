@@ -38,7 +38,6 @@ class Size:
     steps: int
     soak_minutes: float
     train_kills: int
-    convert_kills: int
 
 
 TINY = Size(
@@ -47,14 +46,14 @@ TINY = Size(
     power_stride=150, mutant_stride=5, mutant_most=150, mutant_all=False, race_steps=5,
     store_steps=2, readers_s=2,
     flips=20, damage_stride=7, mutated=200, phases=1,
-    examples=1, steps=10, soak_minutes=0.1, train_kills=1, convert_kills=3,
+    examples=1, steps=10, soak_minutes=0.1, train_kills=1,
 )  # fmt: skip
 SHORT = Size(
     kill_stride=6, torn_stride=11, replay_most=90, restart_stride=5, restart_most=8, disk_stride=17,
     power_stride=23, mutant_stride=3, mutant_most=250, mutant_all=False, race_steps=40,
     store_steps=20, readers_s=8,
     flips=150, damage_stride=1, mutated=10_000, phases=3,
-    examples=10, steps=20, soak_minutes=0.4, train_kills=4, convert_kills=3,
+    examples=10, steps=20, soak_minutes=0.4, train_kills=4,
 )  # fmt: skip
 FULL = Size(
     kill_stride=1, torn_stride=1, replay_most=1500, restart_stride=2, restart_most=15,
@@ -62,12 +61,12 @@ FULL = Size(
     power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
     store_steps=100,
     readers_s=60, flips=1000, damage_stride=1, mutated=50_000, examples=500, steps=50,
-    soak_minutes=2, phases=8, train_kills=50, convert_kills=10,
+    soak_minutes=2, phases=8, train_kills=50,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
 CAMPAIGNS = (
     "kill", "torn", "replay", "restart", "disk", "tmpfs", "power", "damage", "hostile", "race",
-    "stores", "readers", "cluster", "machine", "soak", "convert", "train-kill", "mutants",
+    "stores", "readers", "cluster", "machine", "soak", "train-kill", "mutants",
 )  # fmt: skip
 
 
@@ -107,10 +106,10 @@ def _run(size: Size, wanted: list[str], minutes: float | None) -> int:
 def _import_before_forks() -> None:
     """What the children need; it must start no threads, and JAX must find no devices."""
     import pytree_ckpt as pc
-    from pytree_ckpt.store import reading, writing
+    from pytree_ckpt.store import converting, linking, reading, resuming, writing
     from pytree_ckpt.verbs import load, manager, save
 
-    for loaded in (reading, writing, load, manager, save):
+    for loaded in (converting, linking, reading, resuming, writing, load, manager, save):
         logging.getLogger("pytree_ckpt").debug("%s", loaded.__name__)
     logging.getLogger("pytree_ckpt").setLevel(logging.CRITICAL)
     for name in pc.__all__:
@@ -122,7 +121,6 @@ def _campaigns(
 ) -> Iterator[tuple[str, Callable | str]]:
     """Rows of the table: what is tried, and the campaign, or why it is skipped."""
     from tests.faults import (
-        conversion,
         damage,
         disks,
         hostile,
@@ -154,7 +152,7 @@ def _campaigns(
             )
     elif name == "restart":
         for s in scenarios:
-            if "background" not in s.name:
+            if s.is_ordered:
                 yield (
                     f"kill, go on, crash states: {s.name}",
                     lambda s=s: replay.restart_campaign(
@@ -170,7 +168,7 @@ def _campaigns(
         for storage in power.ALL:
             missing = power.why_not(storage)
             for s in scenarios:
-                if "background" not in s.name and s.name != "leftovers":
+                if s.is_ordered and s.name != "leftovers":
                     yield (
                         f"power cut, {storage.name}: {s.name}",
                         missing
@@ -199,6 +197,7 @@ def _campaigns(
             "3 writers on one root",
             lambda: writers.race(judge, processes=3, steps=size.race_steps),
         )
+        yield "2 managers on one root", lambda: writers.managers(judge, steps=size.race_steps)
     elif name == "stores":
         yield (
             "8 writers in an object store",
@@ -212,11 +211,6 @@ def _campaigns(
         yield (
             "state machine",
             lambda: machine.campaign(judge, examples=size.examples, steps=size.steps),
-        )
-    elif name == "convert":
-        yield (
-            "kill a conversion, go on",
-            lambda: conversion.campaign(kills=size.convert_kills),
         )
     elif name == "soak":
         yield "soak", lambda: soak.campaign(minutes=minutes or size.soak_minutes)

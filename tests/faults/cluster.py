@@ -46,7 +46,7 @@ FAULTS = ("exception", "ENOSPC", "SIGSTOP", "SIGKILL")
 
 
 def state(step: int) -> dict[str, Any]:
-    """A sharded, a replicated and a local leaf."""
+    """A sharded, a replicated and a local leaf, and one that each process has its own of."""
     import jax
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -58,7 +58,13 @@ def state(step: int) -> dict[str, Any]:
             value.shape, NamedSharding(mesh, spec), lambda index: value[index]
         )
         for name, spec in (("cut", P("all")), ("copied", P()))
-    } | {"step": step}
+    } | {"own": own(step), "step": step}
+
+
+def own(step: int) -> pc.PerProcess:
+    import jax
+
+    return pc.PerProcess({"process": jax.process_index(), "at": step})
 
 
 def save(root: str, step: int) -> None:
@@ -112,6 +118,8 @@ def resume(root: str) -> int:
     with pc.CheckpointManager(root, keep=None, load_options=options) as manager:
         found = manager.restore(state(0))
     step = int(found["step"])
+    if found["own"] != own(step):
+        raise RuntimeError(f"{found['own']} is not the value that this process saved")
     for name in ("cut", "copied"):
         for mine, wanted in zip(
             found[name].addressable_shards, state(step)[name].addressable_shards, strict=True

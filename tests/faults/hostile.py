@@ -62,7 +62,6 @@ def _state() -> dict[str, Any]:
         "empty": np.zeros((0, 3), np.int8),
         "key": jax.random.key(1),
         "list": [np.float16(2), (1.5, b"y", 3j, True, None)],
-        "own": pc.PerProcess({"position": 7}),
     }
 
 

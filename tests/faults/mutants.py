@@ -14,11 +14,19 @@ from typing import Any
 
 from tests.faults import disks, kill, power, replay
 from tests.faults.judge import Judge, Tally
-from tests.faults.scenarios import Scenario, deletion, first_save, linked, overwrite, rotation
+from tests.faults.scenarios import (
+    Scenario,
+    conversion,
+    deletion,
+    first_save,
+    linked,
+    overwrite,
+    rotation,
+)
 
 COMMIT, DISK, ROOTS = (f"pytree_ckpt.store.{name}" for name in ("commit", "disk", "roots"))
 RAW, WRITING = "pytree_ckpt.store.raw", "pytree_ckpt.store.writing"
-ROTATION = "pytree_ckpt.verbs.rotation"
+CONVERT, ROTATION = "pytree_ckpt.verbs.convert", "pytree_ckpt.verbs.rotation"
 
 Campaign = Callable[..., Tally]
 
@@ -150,7 +158,7 @@ ALL = [
     Mutant(name="no folder is synced before the manifest", edits=[(COMMIT, FOLDERS_FIRST, "")]),
     Mutant(
         name="the folder is not synced after the manifest",
-        edits=[(COMMIT, "        disk.fsync_dir(path)\n        reclaim(", "        reclaim(")],
+        edits=[(COMMIT, "    disk.fsync_dir(path)\n    reclaim(path)", "    reclaim(path)")],
     ),
     Mutant(
         name="with K = 1 the old step goes before the commit",
@@ -200,6 +208,12 @@ ALL = [
         edits=[(ROTATION, SETTLE, "")],
         campaigns=["restart"],
         scenarios=[_rotation_1],
+    ),
+    Mutant(
+        name="a conversion that is there is not made durable",
+        edits=[(CONVERT, "            commit.settle(self._folder)\n", "")],
+        campaigns=["restart"],
+        scenarios=[conversion],
     ),
     Mutant(
         name="a failed save takes its data back, committed or not",

@@ -19,10 +19,12 @@ from typing import Literal
 from tests.faults import children, kill
 from tests.faults.judge import Judge, Tally
 from tests.faults.kill import Weaken
-from tests.faults.scenarios import Expected, Scenario, overwrite_next
+from tests.faults.scenarios import Expected, Scenario
 from tests.faults.shim import Fault
 
 BLOCK = 4096
+WORK = "work"
+"""The folder of each run and of each state: a conversion goes on only from the same path."""
 _HEAD = struct.Struct("=II")
 
 
@@ -39,16 +41,20 @@ class Operation:
     """A change of `node`; it is durable once `node` is synced.
 
     "name" gives `other` a name in the folder `node`, "move" a new one for an old one, "drop" takes
-    a name away, "write" and "cut" change a file.
+    a name away, "write" and "cut" change a file; "sync", "note" and "nothing" change nothing.
     """
 
-    kind: Literal["name", "move", "drop", "write", "cut", "sync", "note"]
+    kind: Literal["name", "move", "drop", "write", "cut", "sync", "note", "nothing"]
     node: Node
     other: Node | None = None
     name: str = ""
     old: str = ""
     offset: int = 0
     data: bytes = b""
+
+    @property
+    def changes(self) -> bool:
+        return self.kind not in ("sync", "note", "nothing")
 
     def parts(self) -> list["Operation"]:
         """Ways in which a write may be there in part."""
@@ -124,8 +130,8 @@ class Recorder:
     def _operation(
         self, name: str, inode: int, offset: int, path: str, path2: str, data: bytes
     ) -> Operation:
-        if name == "note":
-            return Operation("note", self.root, name=path)
+        if name in ("note", "nothing"):
+            return Operation(name, self.root, name=path)
         if name == "fsync":
             return Operation("sync", self._inodes[inode])
         if name == "write":
@@ -158,7 +164,7 @@ def pending_at(operations: Sequence[Operation]) -> tuple[list[int], list[int]]:
             synced[operation.node] = at
     sure, open_ = [], []
     for at, operation in enumerate(operations):
-        if operation.kind not in ("sync", "note"):
+        if operation.changes:
             (sure if synced.get(operation.node, -1) > at else open_).append(at)
     return sure, open_
 
@@ -243,7 +249,7 @@ def states(
         acks = tuple(o.name for o in done if o.kind == "note")
         sure, open_ = pending_at(done)
         plans = [[done[i] for i in sorted({*sure, *some})] for some in choices(open_, extra, rng)]
-        everything = [o for o in done if o.kind not in ("sync", "note")]
+        everything = [o for o in done if o.changes]
         for at in open_:
             for part in done[at].parts():
                 plans += [[part if o is done[at] else o for o in everything]]
@@ -279,7 +285,7 @@ def record(
         The history, and the number of operations of the run that was killed.
     """
     template = kill.prepared(scenario, folder)
-    work, log = folder / "logged", folder / "log"
+    work, log = folder / WORK, folder / "log"
     shutil.copytree(template, work)
     recorder = Recorder(work)
     root = work / "root"
@@ -288,9 +294,13 @@ def record(
     ended = children.run(act, root, below=work, fault=fault, log=log)
     if ended.error or ended.hung:
         raise RuntimeError(f"{scenario.name} fails without a fault: {ended}")
+    names = [name for name, *_ in read_log(log)]
+    counted = kill_at - 1 if kill_at else ended.operations
+    if len(names) - names.count("note") != counted:
+        raise RuntimeError(f"{scenario.name}: {counted} operations, but the log has {names}")
     start = 0
     if kill_at:
-        start = sum(1 for _ in read_log(log))
+        start = len(names)
 
         def go_on(root: Path, acknowledge: children.Acknowledge) -> None:
             if weaken is not None:
@@ -324,7 +334,7 @@ def campaign(
         thin = 1 if most is None or most > 100 else 0.3
         found = sample(states(history, start=0, extra=extra, seed=0, thin=thin), most)
         for number, (issued, acks, tree) in enumerate(found):
-            work = folder / f"state-{number}"
+            work = folder / WORK
             write_tree(tree, work)
             (work / "root").mkdir(exist_ok=True)
             verdict = judge.ask(work / "root", scenario, scenario.expect(acks), bound=False)
@@ -353,12 +363,13 @@ def expected_after(
         acks: What was acknowledged since.
     """
     newest = sorted(good)
-    made = 1 if scenario.go_on is overwrite_next else (newest[-1:] or [0])[0] + 1
+    version = scenario.next_version
+    made = 1 if version is not None else (newest[-1:] or [0])[0] + 1
     versions = dict(base.versions)
     is_done = len(acks) > 0
-    if made == 1:
+    if version is not None:
         before = base.versions.get(1, frozenset([0]))
-        versions[1] = frozenset([9]) if is_done else before | {9}
+        versions[1] = frozenset([version]) if is_done else before | {version}
     if is_done:
         kept = sorted(good | {made})[-scenario.keep :]
         return Expected(required=frozenset(kept), versions=versions)
@@ -366,7 +377,7 @@ def expected_after(
     any_of = base.any_of | frozenset(newest[-scenario.keep :]) | {made}
     if not base.required | base.any_of:
         any_of = frozenset()
-    required = base.required & frozenset(kept) if made != 1 else base.required
+    required = base.required & frozenset(kept) if version is None else base.required
     return Expected(required=required, any_of=any_of, versions=versions)
 
 
@@ -415,7 +426,7 @@ def _restarted(
     for number, (issued, acks, tree) in enumerate(
         sample(states(history, start=start, extra=extra, seed=at), most)
     ):
-        work = folder / f"state-{number}"
+        work = folder / WORK
         write_tree(tree, work)
         (work / "root").mkdir(exist_ok=True)
         bar = expected_after(scenario, base, good, acks[len(notes) :])

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +24,17 @@ def small_files() -> None:
 
 
 def content(step: int, version: int = 0) -> dict[str, Any]:
-    """The state of a step as it must load; two versions of it differ in every leaf."""
+    """The state of a step as it must load; two versions of it differ in every leaf.
+
+    Of two steps all leaves differ but `host`, which may be linked.
+    """
     tag = 100 * step + version
     return {
         "bias": np.arange(6, dtype=np.int32) * tag,
-        "host": np.arange(tag, tag + 700, dtype=np.float64),
+        "host": np.arange(version, version + 700, dtype=np.float64),
         "large": np.arange(tag, tag + 4096, dtype=np.float32).reshape(64, 64),
         "name": f"run {tag}",
+        "own": pc.PerProcess({"position": tag}),
         "step": tag,
     }
 
@@ -47,9 +50,14 @@ def state(step: int, version: int = 0) -> dict[str, Any]:
     return tree
 
 
+def plain(tree: dict[str, Any]) -> dict[str, Any]:
+    """Each value of the one process as a load without a target gives it."""
+    return {k: [v.value] if isinstance(v, pc.PerProcess) else v for k, v in tree.items()}
+
+
 def is_content(found: Any, step: int, version: int) -> bool:
     """Equal to the last bit, of equal types."""
-    wanted = content(step, version)
+    found, wanted = plain(found), plain(content(step, version))
     return list(found) == list(wanted) and all(
         type(found[key]) is type(value)
         and (
@@ -89,8 +97,10 @@ class Scenario:
         prepare: Makes what is there before; acknowledged and durable.
         act: What is attacked; acknowledges each thing that it got done.
         expect: What must hold, from what was acknowledged.
-        go_on: The next save. It must work, reclaim all leftovers, and leave the steps `after`.
-        after: From the steps that were good before, the steps that must load after `go_on`.
+        go_on: The next save. It must work, reclaim all leftovers, and leave the newest steps.
+        keep: How many of them.
+        next_version: What `go_on` saves step 1 with; None if it saves a new step.
+        is_ordered: Whether the operations always come in the same order.
     """
 
     name: str
@@ -99,21 +109,25 @@ class Scenario:
     expect: Callable[[Sequence[str]], Expected]
     go_on: Callable[[Path], int]
     keep: int
+    next_version: int | None = None
+    is_ordered: bool = True
 
 
 def path_of(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def manager(root: Path, keep: int | None, *, background: bool = False) -> pc.CheckpointManager:
+def manager(
+    root: Path, keep: int | None, *, background: bool = False, link: bool = False
+) -> pc.CheckpointManager:
     policy = None if keep is None else pc.Keep(last=keep)
-    return pc.CheckpointManager(root, keep=policy, background=background)
+    return pc.CheckpointManager(root, keep=policy, background=background, link_unchanged=link)
 
 
-def _save_next(keep: int | None) -> Callable[[Path], int]:
+def _save_next(keep: int | None, *, link: bool = False) -> Callable[[Path], int]:
     def go_on(root: Path) -> int:
         step = (pc.latest_step(root) or 0) + 1
-        with manager(root, keep) as made:
+        with manager(root, keep, link=link) as made:
             made.save(step, state(step))
         return step
 
@@ -127,20 +141,30 @@ def _nothing(_: Path) -> None:
 # --- first save and overwrite -------------------------------------------------------------------
 
 
-def first_save() -> Scenario:
+def first_save(*, background: bool = False) -> Scenario:
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        pc.save(path_of(root, 1), state(1))
+        if background:
+            pc.save_async(path_of(root, 1), state(1)).result()
+        else:
+            pc.save(path_of(root, 1), state(1))
         acknowledge("1.0")
 
     def expect(acks: Sequence[str]) -> Expected:
         return Expected(required=frozenset([1] if acks else []), most=1)
 
     return Scenario(
-        name="first save", prepare=_nothing, act=act, expect=expect, go_on=overwrite_next, keep=1
+        name="first save" + (", background" if background else ""),
+        prepare=_nothing,
+        act=act,
+        expect=expect,
+        go_on=_overwrite_next,
+        keep=1,
+        next_version=9,
+        is_ordered=not background,
     )
 
 
-def overwrite_next(root: Path) -> int:
+def _overwrite_next(root: Path) -> int:
     pc.save(path_of(root, 1), state(1, 9), overwrite=True)
     return 1
 
@@ -164,8 +188,9 @@ def overwrite() -> Scenario:
         prepare=prepare,
         act=act,
         expect=expect,
-        go_on=overwrite_next,
+        go_on=_overwrite_next,
         keep=1,
+        next_version=9,
     )
 
 
@@ -190,24 +215,56 @@ def linked() -> Scenario:
         prepare=prepare,
         act=act,
         expect=expect,
-        go_on=overwrite_next,
+        go_on=_overwrite_next,
         keep=1,
+        next_version=9,
+    )
+
+
+def conversion() -> Scenario:
+    """To other shards; after an interruption the same call goes on from what is finished."""
+
+    def prepare(root: Path) -> None:
+        pc.save(root / "src", state(1))
+
+    def convert(root: Path) -> int:
+        layout = pc.Layout(mesh={"data": 4}, specs={"large": "None,data", "host": "data"})
+        pc.convert(root / "src", path_of(root, 1), layout=layout)
+        return 1
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        convert(root)
+        acknowledge("1.0")
+
+    def expect(acks: Sequence[str]) -> Expected:
+        return Expected(required=frozenset([1] if acks else []), most=1)
+
+    return Scenario(
+        name="conversion",
+        prepare=prepare,
+        act=act,
+        expect=expect,
+        go_on=convert,
+        keep=1,
+        next_version=0,
     )
 
 
 # --- rotation -----------------------------------------------------------------------------------
 
 
-def rotation(keep: int, *, background: bool = False) -> Scenario:
+def rotation(keep: int, *, background: bool = False, link: bool = False) -> Scenario:
     first, last = keep + 1, keep + 2
 
     def prepare(root: Path) -> None:
-        with manager(root, keep) as made:
+        with manager(root, keep, link=link) as made:
             for step in range(1, first):
-                made.save(step, state(step))
+                pending = made.save(step, state(step))
+        if link and not (pending and pending.result().linked_nbytes):
+            raise RuntimeError("nothing was linked")
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
-        with manager(root, keep, background=background) as made:
+        with manager(root, keep, background=background, link=link) as made:
             for step in (first, last):
                 made.save(step, state(step))
                 made.wait()
@@ -223,12 +280,13 @@ def rotation(keep: int, *, background: bool = False) -> Scenario:
         return Expected(required=frozenset(range(newest - keep + 2, newest + 1)), most=keep)
 
     return Scenario(
-        name=f"rotation, K = {keep}" + (", background" if background else ""),
+        name=f"rotation, K = {keep}" + ", background" * background + ", linked" * link,
         prepare=prepare,
         act=act,
         expect=expect,
-        go_on=_save_next(keep),
+        go_on=_save_next(keep, link=link),
         keep=keep,
+        is_ordered=not background,
     )
 
 
@@ -268,7 +326,6 @@ def leftovers() -> Scenario:
             shutil.copytree(data, path_of(root, 3) / f"data-{nonce}")
             (path_of(root, 2) / f"manifest.{nonce}.tmp").write_bytes(b"dead")
             (path_of(root, 3) / f"manifest.{nonce}.tmp").write_bytes(b"dead")
-        time.sleep(0)
 
     def act(root: Path, acknowledge: Acknowledge) -> None:
         pc.save(path_of(root, 2), state(2, 1), overwrite=True)
@@ -290,12 +347,13 @@ def leftovers() -> Scenario:
 def all_scenarios() -> list[Scenario]:
     return [
         first_save(),
+        first_save(background=True),
         overwrite(),
         linked(),
-        rotation(1),
-        rotation(2),
-        rotation(3),
-        rotation(2, background=True),
+        conversion(),
+        *(rotation(keep) for keep in (1, 2, 3)),
+        *(rotation(keep, background=True) for keep in (1, 2, 3)),
+        rotation(2, link=True),
         deletion(),
         leftovers(),
     ]

@@ -1,6 +1,8 @@
 /* Counts the operations on files below one folder, and at the N-th of them logs, kills, fails, cuts
  * a write short, or pulls the plug of the file system. Preloaded; harmless until faults_arm().
  *
+ * The log has a record for each operation that is counted, "nothing" for one that changes nothing:
+ * a folder that is there already, a file that is not.
  * One mutex is held around each operation, so that the order of the log is the order on disk. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -117,6 +119,10 @@ static unsigned long inode_of_fd(int fd) {
     return fstat(fd, &found) ? 0 : found.st_ino;
 }
 
+static void record_nothing(const char *path) {
+    record("nothing", 0, 0, 0, path, NULL, NULL, 0, 0);
+}
+
 /* Count an operation. 0: go on; 1: fail, errno is set; 2: write half, then `die` if it is TORN. */
 static int gate(int kind) {
     if (!(kind & mask)) return 0;
@@ -156,11 +162,14 @@ static int do_open(int (*real)(int, const char *, int, ...), int folder, const c
     if (!is_below(full)) return real(folder, path, flags, mode);
     pthread_mutex_lock(&mutex);
     int changes = flags & (O_CREAT | O_TRUNC) && inode_of(full) == 0;
+    int kind = flags & (O_CREAT | O_TRUNC) ? CHANGE | GROW : LOOK;
     int fd = -1;
-    if (!gate(flags & O_CREAT ? CHANGE | GROW : LOOK)) {
-        fd = real(folder, path, flags, mode);
-        if (fd >= 0 && log_fd >= 0 && (changes || flags & O_TRUNC))
+    if (!gate(kind)) fd = real(folder, path, flags, mode);
+    if (log_fd >= 0 && kind & mask) {
+        if (fd >= 0 && (changes || flags & O_TRUNC))
             record(changes ? "create" : "truncate", 0, inode_of_fd(fd), 0, full, NULL, NULL, 0, 0);
+        else
+            record_nothing(full);
     }
     int saved = errno;
     pthread_mutex_unlock(&mutex);
@@ -211,7 +220,8 @@ static ssize_t do_write(int fd, const struct iovec *parts, int number, off_t off
         return offset < 0 ? real(fd, parts, number) : real_at(fd, parts, number, offset);
     pthread_mutex_lock(&mutex);
     ssize_t result = -1;
-    off_t start = offset < 0 ? lseek(fd, 0, SEEK_CUR) : offset;
+    off_t start = offset;
+    if (offset < 0) start = lseek(fd, 0, fcntl(fd, F_GETFL) & O_APPEND ? SEEK_END : SEEK_CUR);
     int gated = gate(CHANGE | GROW | WRITE);
     if (gated != 1) {
         struct iovec half = parts[0];
@@ -224,6 +234,7 @@ static ssize_t do_write(int fd, const struct iovec *parts, int number, off_t off
             record("write", result, inode_of_fd(fd), start, space, NULL, parts, number, result);
         if (gated == 2) die_if_torn();
     }
+    if (result <= 0 && log_fd >= 0) record_nothing(space);
     int saved = errno;
     pthread_mutex_unlock(&mutex);
     errno = saved;
@@ -264,7 +275,10 @@ ssize_t pwritev64(int fd, const struct iovec *parts, int number, off_t offset) {
     if (!gate(KIND)) {                                                              \
         result = CALL;                                                              \
         if (!inode) inode = INODE;                                                  \
-        if (!result && log_fd >= 0) record(NAME, 0, inode, 0, FULL, FULL2, NULL, 0, 0); \
+    }                                                                               \
+    if (log_fd >= 0) {                                                              \
+        if (!result) record(NAME, 0, inode, 0, FULL, FULL2, NULL, 0, 0);            \
+        else record_nothing(FULL);                                                  \
     }                                                                               \
     int saved = errno;                                                              \
     pthread_mutex_unlock(&mutex);                                                   \

@@ -75,6 +75,39 @@ def race(judge: Judge, *, processes: int, steps: int) -> Tally:
     return tally
 
 
+def managers(judge: Judge, *, steps: int) -> Tally:
+    """Two managers rotate one root: each may delete what the other saved, but not the newest."""
+    tally = Tally(points=2 * steps)
+    folder = children.scratch()
+    root = folder / "root"
+
+    def rotate(times: int = steps) -> int:
+        newest = 0
+        with manager(root, 2) as made:
+            for _ in range(times):
+                step = (made.latest_step() or 0) + 1
+                if step <= newest:
+                    raise RuntimeError(f"step {newest} was acknowledged, {step - 1} is the latest")
+                with contextlib.suppress(pc.ExistsError):
+                    made.save(step, content(step))
+                    newest = step
+        return newest
+
+    try:
+        newest = max(done or 0 for done in _together([rotate, rotate], tally))
+        _together([lambda: rotate(1)], tally)
+        for step in (newest, newest + 1):
+            if judge.call(version_of, path_of(root, step), step) != 0:
+                tally.wrong("lost", f"step {step} does not load")
+        if (listed := pc.steps(root)) != [newest, newest + 1]:
+            tally.wrong("failed", f"{listed} are listed")
+        if stray := list(stray_files(root)):
+            tally.wrong("leftovers", ", ".join(stray[:4]), by=len(stray))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return tally
+
+
 def _check_winners(judge: Judge, root: Path, steps: int, results: list[Any], tally: Tally) -> None:
     for step in range(1, steps + 1):
         winners = [number for number, won in enumerate(results) if won and step in won]
