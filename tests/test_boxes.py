@@ -70,17 +70,6 @@ def test_an_intersection_is_the_elements_that_are_in_both(
 
 
 @given(shape_and_boxes())
-def test_a_box_contains_another_if_it_lacks_none_of_its_elements(
-    case: tuple[tuple[int, ...], Box, Box],
-) -> None:
-    shape, a, b = case
-    if b.size:
-        assert a.contains(b) == bool((marked(shape, a) >= marked(shape, b)).all())
-    assert whole(shape).contains(a)
-    assert a.contains(a)
-
-
-@given(shape_and_boxes())
 def test_slices_from_an_origin_index_an_array_that_begins_there(
     case: tuple[tuple[int, ...], Box, Box],
 ) -> None:

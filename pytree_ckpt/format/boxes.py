@@ -34,11 +34,6 @@ class Box:
         stop = tuple(map(min, self.stop, other.stop))
         return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
 
-    def contains(self, other: "Box") -> bool:
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
-        )
-
     def slices(self, origin: Shape | None = None) -> tuple[slice, ...]:
         """Index of this box in an array whose first element is at `origin`."""
         if origin is None:

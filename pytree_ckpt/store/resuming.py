@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from pytree_ckpt.errors import FormatError
-from pytree_ckpt.format import dtypes, tables, wire, zarr
+from pytree_ckpt.format import tables, wire, zarr
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Grid
 from pytree_ckpt.format.tables import DIGEST_NBYTES
@@ -108,7 +108,6 @@ class _Check:
         self._process = process
         self._codec = options.codec
         self._digest = digest_function(options.digest)
-        self._size = DIGEST_NBYTES[options.digest]
         self._ctx = arrays.context(threads=1)
         self._planned = {key for key, _, _ in _files(data, plan, process)}
 
@@ -151,7 +150,7 @@ class _Check:
         for row in range(int(first), int(stop)):
             leaf, shard = int(plan.packed_leaf[row]), int(plan.packed_shard[row])
             spec = plan.spec(leaf)
-            nbytes = spec.shards.box(shard).size * dtypes.dtype_of(spec.dtype).itemsize
+            nbytes = spec.shards.box(shard).size * spec.itemsize
             at = int(plan.packed_offset[row]) - base
             found.append(digest_of(self._digest, buffer[at : at + nbytes]))
         return b"".join(found)

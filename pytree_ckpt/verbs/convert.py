@@ -114,13 +114,15 @@ def convert(
     if not isinstance(layout, Layout | str | os.PathLike | None):
         raise TypeError(f"layout must be Layout(...) or the path of a checkpoint, not {layout!r}")
     options = given_or_default(options, SaveOptions)
-    manifest, held = locate(src).open_to_read()
+    source = locate(src)
+    manifest, held = source.open_to_read()
     with held:
-        like = None if layout is None or isinstance(layout, Layout) else layout
+        own = layout if isinstance(layout, Layout) else None
+        like = None if layout is None or isinstance(layout, Layout) else locate(layout)
         plan = plan_convert(
             manifest,
-            layout=layout if isinstance(layout, Layout) else None,
-            like=None if like is None else locate(like).read_manifest(),
+            layout=own,
+            like=None if like is None else like.read_manifest(),
             dtype=dtype,
             select=[select] if isinstance(select, str) else select,
             codec=options.codec,
@@ -130,23 +132,21 @@ def convert(
         if dry_run:
             return ConvertReport(plan=plan, manifest=None)
         job = _Job(
-            locate(src),
-            locate(dst),
-            manifest,
-            plan,
-            number,
-            overwrite,
-            timeout_s,
-            options,
+            src=source,
+            dst=locate(dst),
+            manifest=manifest,
+            plan=plan,
+            process=number,
+            overwrite=overwrite,
+            timeout_s=timeout_s,
+            options=options,
         )
         if workers == 1:
             return job.run()
         settings = {
-            "src": str(locate(src)),
-            "dst": str(locate(dst)),
-            "layout": dataclasses.asdict(layout)
-            if isinstance(layout, Layout)
-            else like and str(like),
+            "src": str(source),
+            "dst": str(job.dst),
+            "layout": (own and dataclasses.asdict(own)) if like is None else str(like),
             "dtype": dict(dtype or {}),
             "select": select,
             "max_chunk_nbytes": max_chunk_nbytes,
@@ -175,62 +175,56 @@ def _place(process: tuple[int, int] | None, workers: int) -> tuple[int, int]:
     )
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Job:
     """What one process of a conversion does."""
 
-    def __init__(
-        self,
-        src: Location,
-        dst: Location,
-        manifest: Manifest,
-        plan: ConvertPlan,
-        process: int,
-        overwrite: bool,
-        timeout_s: float,
-        options: SaveOptions,
-    ) -> None:
-        if dst.path is None:
-            raise CheckpointError(f"convert writes to a disk, and {dst} is in an object store")
-        self._src, self._dst, self._folder = src, dst, dst.path
-        self._manifest = manifest
-        self._plan = plan
-        self._process = process
-        self._overwrite = overwrite
-        self._timeout_s = timeout_s
-        self._options = options
-        self._draft = _draft(src, manifest, plan, options)
+    src: Location
+    dst: Location
+    manifest: Manifest
+    plan: ConvertPlan
+    process: int
+    overwrite: bool
+    timeout_s: float
+    options: SaveOptions
+
+    def __post_init__(self) -> None:
+        if self.dst.path is None:
+            raise CheckpointError(f"convert writes to a disk, and {self.dst} is in an object store")
+        self._folder = self.dst.path
+        self._draft = _draft(self.src, self.manifest, self.plan, self.options)
 
     def run(self, check: Any = lambda: None) -> ConvertReport:
         """Write this process's part; process 0 commits, the others wait for it."""
         nonce = self._nonce()
         if (done := self._committed(nonce)) is not None:
             commit.settle(self._folder)
-            return ConvertReport(plan=self._plan, manifest=done)
+            return ConvertReport(plan=self.plan, manifest=done)
         clock = StageClock()
-        part = self._plan.parts[self._process]
+        part = self.plan.parts[self.process]
         with commit.resumable_attempt(
-            self._folder, nonce, overwrite=self._overwrite, needed_nbytes=part.plan.nbytes
+            self._folder, nonce, overwrite=self.overwrite, needed_nbytes=part.plan.nbytes
         ) as attempt:
             nbytes = part.plan.nbytes
-            with showing(f"converting {self._src}", self._options.progress) as progress:
+            with showing(f"converting {self.src}", self.options.progress) as progress:
                 kept = self._write(
                     attempt, clock, progress and (lambda done: progress(done, nbytes))
                 )
-            if self._process == 0:
+            if self.process == 0:
                 done = self._commit(attempt, clock, check)
             else:
                 done = self._wait_for_commit(attempt)
-        _LOG.info("converted %s to %s; %s", self._src, self._dst, clock)
+        _LOG.info("converted %s to %s; %s", self.src, self.dst, clock)
         return ConvertReport(
-            plan=self._plan, manifest=done, kept_nbytes=kept, seconds=dict(clock.seconds)
+            plan=self.plan, manifest=done, kept_nbytes=kept, seconds=dict(clock.seconds)
         )
 
     def _nonce(self) -> str:
         """Named by what is converted to what, so that the next run finds what this one did."""
         replaced = b""
-        if self._overwrite and commit.is_committed(self._folder):
+        if self.overwrite and commit.is_committed(self._folder):
             replaced = commit.read_manifest(self._folder).id
-        what = b"".join([self._manifest.id, manifest_file.to_bytes(self._draft)[1], replaced])
+        what = b"".join([self.manifest.id, manifest_file.to_bytes(self._draft)[1], replaced])
         return hashlib.sha256(what).hexdigest()[:32]
 
     def _committed(self, nonce: str) -> Manifest | None:
@@ -250,43 +244,43 @@ class _Job:
         from pytree_ckpt.store.reading import CheckpointReader
         from pytree_ckpt.store.writing import Writer
 
-        part = self._plan.parts[self._process]
-        journal = Journal(resuming.journal_file(attempt.folder, self._process))
+        part = self.plan.parts[self.process]
+        journal = Journal(resuming.journal_file(attempt.folder, self.process))
         try:
             with clock.stage("resume"):
                 resuming.clear_the_way(
-                    self._dst / data_dir(attempt.nonce),
+                    self.dst / data_dir(attempt.nonce),
                     part.plan,
                     journal,
-                    process=self._process,
-                    options=self._options,
+                    process=self.process,
+                    options=self.options,
                 )
             left = resuming.rows_left(part.plan, journal)
             reader = CheckpointReader(
-                self._src,
-                self._manifest,
+                self.src,
+                self.manifest,
                 verify=True,
-                options=LoadOptions(max_inflight_bytes=BATCH_NBYTES, threads=self._options.threads),
+                options=LoadOptions(max_inflight_bytes=BATCH_NBYTES, threads=self.options.threads),
                 clock=clock,
             )
             batches = [[row for row in batch if row in left] for batch in part.batches]
-            views = ConvertedViews(reader, self._plan, batches)
+            views = ConvertedViews(reader, self.plan, batches)
             own = [row for batch in part.batches for row in batch]
             writer = Writer(
-                self._dst / data_dir(attempt.nonce),
+                self.dst / data_dir(attempt.nonce),
                 part.plan,
                 views,
-                process=self._process,
-                options=dataclasses.replace(self._options, max_inflight_bytes=BATCH_NBYTES),
+                process=self.process,
+                options=dataclasses.replace(self.options, max_inflight_bytes=BATCH_NBYTES),
                 clock=clock,
-                order=[row for row in own if self._plan.spec(row[0]).storage == "array"],
+                order=[row for row in own if self.plan.spec(row[0]).storage == "array"],
                 journal=journal,
                 on_write=on_write,
             )
-            writer.write(per_process_values(reader, self._plan) if self._process == 0 else {})
+            writer.write(per_process_values(reader, self.plan) if self.process == 0 else {})
         finally:
             journal.close()
-        sizes = (self._plan.spec(leaf) for leaf, _ in set(own) - left)
+        sizes = (self.plan.spec(leaf) for leaf, _ in set(own) - left)
         return sum(spec.nbytes // spec.num_shards for spec in sizes)
 
     def _commit(self, attempt: Attempt, clock: StageClock, check: Any) -> Manifest:
@@ -310,8 +304,8 @@ class _Job:
 
     def _tables(self, attempt: Attempt, check: Any) -> tuple[list[Table], list[TableRef]]:
         """The tables of all processes, once they are there."""
-        count = len(self._plan.parts)
-        data_folder = self._dst / data_dir(attempt.nonce)
+        count = len(self.plan.parts)
+        data_folder = self.dst / data_dir(attempt.nonce)
         files = [contents.table_file(data_folder, process) for process in range(count)]
 
         def missing() -> list[int]:
@@ -331,7 +325,7 @@ class _Job:
         self._wait(attempt, lambda: [] if self._committed(attempt.nonce) else [0])
         done = self._committed(attempt.nonce)
         if done is None:
-            raise CheckpointError(f"{self._dst} was replaced as soon as it was converted")
+            raise CheckpointError(f"{self.dst} was replaced as soon as it was converted")
         return done
 
     def _wait(self, attempt: Attempt, missing: Any) -> None:
@@ -345,10 +339,10 @@ class _Job:
             size = _progress(attempt.folder)
             if size != seen:
                 seen, since = size, time.monotonic()
-            elif time.monotonic() - since > self._timeout_s:
+            elif time.monotonic() - since > self.timeout_s:
                 raise PeerTimeoutError(
                     f"processes {waiting} of the conversion made no progress for "
-                    f"{self._timeout_s} s; what is finished is kept for the same call",
+                    f"{self.timeout_s} s; what is finished is kept for the same call",
                     missing=waiting,
                 )
             time.sleep(_POLL_S)

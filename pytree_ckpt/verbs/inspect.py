@@ -9,7 +9,7 @@ import numpy.typing as npt
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Grid
 from pytree_ckpt.format.manifest import Leaf
-from pytree_ckpt.options import LoadOptions, Progress, given_or_default
+from pytree_ckpt.options import LoadOptions, Progress
 from pytree_ckpt.plan.statistics import Statistics, statistics_of
 from pytree_ckpt.progress import showing
 from pytree_ckpt.store.locations import PathLike
@@ -43,16 +43,13 @@ class LeafReport:
     statistics: Statistics | None
 
 
-def inspect_leaf(
-    path: PathLike, leaf: str, *, statistics: bool = False, options: LoadOptions | None = None
-) -> LeafReport:
+def inspect_leaf(path: PathLike, leaf: str, *, statistics: bool = False) -> LeafReport:
     """Report on the leaf whose path has the text `leaf`.
 
     Args:
         path: The checkpoint.
         leaf: The leaf.
         statistics: Read, and verify, the array for its statistics, in bounded memory.
-        options: Memory bound, threads and progress.
 
     Raises:
         KeyError: No such leaf.
@@ -67,7 +64,7 @@ def inspect_leaf(
         >>> report.statistics.mean, [str(chunk.box) for chunk in report.chunks]
         (2.5, ['[0:6]'])
     """
-    settings = given_or_default(options, LoadOptions)
+    settings = LoadOptions()
     with Checkpoint(path, verify=True, options=settings) as checkpoint:
         found = checkpoint.leaf(leaf)
         spec = found.spec
