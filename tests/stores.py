@@ -50,11 +50,14 @@ def make_bucket(port: int, name: str) -> None:
 
 
 class Wire:
-    """Passes connections on to a server, until it is cut; remembers what was asked."""
+    """Passes connections on to a server, until it is cut; remembers what was asked.
+
+    What it hides is unreadable for the server.
+    """
 
     def __init__(self, port: int, *, hide: bytes = b"") -> None:
         self._to = port
-        self._hide = hide
+        self.hide = hide
         self._last: re.Pattern[bytes] | None = None
         self._asked: list[bytes] = []
         self._open: list[socket.socket] = []
@@ -110,8 +113,8 @@ class Wire:
                     self._asked.append(data[:4096])
                     if self._last and self._last.search(data):
                         return self.cut()
-                    if self._hide:
-                        data = data.replace(self._hide, b"x" * len(self._hide))
+                    if self.hide:
+                        data = data.replace(self.hide, b"x" * len(self.hide))
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):

@@ -1,9 +1,11 @@
 """Saves and loads by several processes, each with some of the devices."""
 
 import errno
+import inspect
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from pytree_ckpt.format import shardings as ckpt_shardings
 from pytree_ckpt.format.paths import Key
 from pytree_ckpt.plan.saving import ArrayForm, plan_save
 from pytree_ckpt.store import commit, object_commit, writing
-from pytree_ckpt.verbs import manager
+from pytree_ckpt.verbs import manager, save_job
 from tests import stranger
 from tests.bitwise import assert_same
 from tests.cluster import Cluster
@@ -280,6 +282,26 @@ def test_what_fails_on_one_process_fails_on_all_and_commits_nothing(
     assert len(list((tmp_path / "a").iterdir())) == 2  # and nothing is left of the first
 
 
+def save_with_shards_missing(path: str) -> None:
+    """As `save`, but the last process takes its devices for those of another one."""
+    import jax
+
+    def plan_wrongly(*args: Any, process: int, **rest: Any) -> Any:
+        return plan_save(*args, process=99 if process else 0, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index():
+            patch.setattr(save_job, "plan_save", plan_wrongly)
+        pc.save(path, state())
+
+
+def test_a_shard_that_nobody_wrote_is_not_committed(pair: Cluster, tmp_path: Path) -> None:
+    failed = pair.outcomes(save_with_shards_missing, str(tmp_path / "a"))
+    assert [one.kind for one in failed] == ["FormatError", "PeerError"]
+    assert all("shards, the manifest has" in one.text for one in failed)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_checkpoint_that_is_there_is_refused_alike_on_all_processes(
     pair: Cluster, saved: Path
 ) -> None:
@@ -331,6 +353,48 @@ def test_a_save_leaves_no_keys_in_the_coordination_service(pair: Cluster, tmp_pa
     assert len({key.split("/")[1] for key in left}) <= 1
 
 
+def waits_of_a_save(path: str) -> "Counter[str]":
+    """What this process asks of the coordination service; a device collective is an error."""
+    from jax._src.distributed import global_state
+    from jax.experimental import multihost_utils
+
+    tree, client, asked = state(), global_state.client, Counter[str]()
+
+    class Asked:
+        def __getattr__(self, name: str) -> Any:
+            asked[name] += 1
+            return getattr(client, name)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a save needs the devices of all processes")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(global_state, "client", Asked())
+        for name in ("sync_global_devices", "broadcast_one_to_all", "process_allgather"):
+            patch.setattr(multihost_utils, name, refuse)
+        pc.save(path, tree)
+    return asked
+
+
+def test_a_save_has_three_synchronisations_and_none_of_the_devices(
+    pair: Cluster, tmp_path: Path
+) -> None:
+    leader, follower = pair.run(waits_of_a_save, str(tmp_path / "a"))
+    assert leader["blocking_key_value_get_bytes"] == 2  # what the other sees, and has written
+    assert follower["blocking_key_value_get_bytes"] == 3  # where, that it may, and the outcome
+    assert all("barrier" not in name for name in {*leader, *follower})
+
+
+def test_the_default_deadlines_end_before_the_heartbeat_of_the_runtime() -> None:
+    import jax
+
+    heartbeat = inspect.signature(jax.distributed.initialize).parameters[
+        "heartbeat_timeout_seconds"
+    ]
+    for options in (pc.SaveOptions(), pc.LoadOptions()):
+        assert 2 * options.timeout_s < heartbeat.default
+
+
 # --- a loop ---------------------------------------------------------------------------------------
 
 
@@ -358,6 +422,24 @@ def test_a_loop_keeps_its_steps_and_restores_the_same_one_everywhere(
     assert pair.run(restore, str(tmp_path)) == [4, 4]
 
 
+def live_in_one_root(root: str) -> None:
+    """Load, save beside it and over it, and load again: each time what was written last."""
+    first = state()
+    numbered = [{**first, "rows": first["rows"] + number, "step": number} for number in range(4)]
+    with pc.CheckpointManager(root, keep=pc.Keep(last=1)) as own:
+        own.save(1, numbered[0])
+        assert_same(own.restore(numbered[3]), numbered[0])
+        own.save(2, numbered[1])
+        assert_same(own.restore(numbered[3]), numbered[1])
+        assert own.steps() == [2]
+        own.save(2, numbered[2], overwrite=True)
+        assert_same(own.restore(numbered[3]), numbered[2])
+
+
+def test_a_run_loads_from_and_saves_to_one_root(pair: Cluster, tmp_path: Path) -> None:
+    pair.run(live_in_one_root, str(tmp_path))
+
+
 def test_damage_that_one_process_meets_is_damage_for_all(pair: Cluster, tmp_path: Path) -> None:
     pair.run(loop, str(tmp_path))
     flip(next(tmp_path.glob("step_00000004/data-*/arrays/large/c.3.1")))  # of process 1
@@ -374,8 +456,8 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def restore_slowly(root: str, slow: int) -> None:
-    """One process takes longer than the others wait for it."""
+def restore_slowly(root: str, slow: int, timeout_s: float) -> None:
+    """One process takes two seconds more than the others."""
     import jax
 
     call = manager.load
@@ -387,7 +469,7 @@ def restore_slowly(root: str, slow: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "load", late)
-        with pc.CheckpointManager(root, load_options=pc.LoadOptions(timeout_s=0.3)) as own:
+        with pc.CheckpointManager(root, load_options=pc.LoadOptions(timeout_s=timeout_s)) as own:
             own.restore()
 
 
@@ -395,12 +477,20 @@ def test_a_restore_that_is_late_in_one_process_fails_in_all_and_names_it(
     pair: Cluster, tmp_path: Path
 ) -> None:
     pair.run(save_by_the_clock, str(tmp_path))
-    late = pair.outcomes(restore_slowly, str(tmp_path), slow=1)
+    late = pair.outcomes(restore_slowly, str(tmp_path), slow=1, timeout_s=0.3)
     assert [one.kind for one in late] == ["PeerTimeoutError"] * 2
     assert [one.attributes["missing"] for one in late] == [(1,), (1,)]
-    late = pair.outcomes(restore_slowly, str(tmp_path), slow=0)
+    late = pair.outcomes(restore_slowly, str(tmp_path), slow=0, timeout_s=0.3)
     assert [one.kind for one in late] == ["PeerError", "PeerTimeoutError"]
     assert all("no answer from process 0 in 0.6 s" in one.text for one in late)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_process_that_reads_slowly_is_waited_for(
+    pair: Cluster, tmp_path: Path, slow: int
+) -> None:
+    pair.run(save_by_the_clock, str(tmp_path))
+    pair.run(restore_slowly, str(tmp_path), slow=slow, timeout_s=30)
 
 
 def save_by_the_clock(root: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import signal
 import time
 from collections.abc import Iterator
 
@@ -11,11 +12,13 @@ import pytree_ckpt as pc
 from pytree_ckpt.store import object_commit
 from pytree_ckpt.store.locations import locate
 from pytree_ckpt.store.prefixes import Prefix
-from tests.cluster import Cluster
+from tests.cluster import Cluster, Dead
+from tests.faults import cluster as faults
 from tests.stores import Wire, make_bucket, moto, pointed_to
 from tests.test_multiprocess import (
     DIFFERENCES,
     OF_ALL,
+    live_in_one_root,
     load,
     load_resharded,
     loop,
@@ -107,6 +110,11 @@ def test_a_manager_of_two_processes_keeps_its_steps_in_a_store(pair: Cluster, pa
     assert below(path) == {"step_00000003", "step_00000004"}
 
 
+def test_a_run_loads_from_and_saves_to_one_root_in_a_store(pair: Cluster, path: str) -> None:
+    pair.run(live_in_one_root, path)
+    assert below(path) == {"step_00000002"}
+
+
 # --- what fails on one fails on all ---------------------------------------------------------------
 
 
@@ -151,6 +159,17 @@ def test_of_two_runs_that_save_to_one_place_the_later_one_fails_on_all_processes
     assert [one.kind for one in failed] == ["ExistsError"] * 2
     assert all("another save committed" in one.text for one in failed)
     assert (locate(path) / "manifest.msgpack").read_file(max_nbytes=99) == b"of the other run"
+
+
+def test_a_store_that_ignores_conditions_is_refused_by_several_processes(
+    pair: Cluster, wire: Wire, path: str
+) -> None:
+    wire.hide = b"if-none-match"
+    failed = pair.outcomes(save, path)
+    wire.hide = b""
+    assert [one.kind for one in failed] == ["CheckpointError", "PeerError"]
+    assert all("ignores conditions" in one.text for one in failed)
+    assert names_below(path) == []
 
 
 def test_processes_that_save_to_two_places_in_a_store_all_learn_it(
@@ -202,3 +221,25 @@ def test_a_server_that_goes_away_within_a_save_costs_all_that_save_only(
             pc.load(path)
     pair.run(save, path, overwrite=overwrite)
     pair.run(load, path)
+
+
+# --- a process that dies --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_cluster_that_loses_a_process_within_a_save_to_a_store_is_followed_by_another(
+    wire: Wire, path: str, victim: int
+) -> None:
+    with Cluster(2, 2) as cluster:
+        cluster.run(faults.save, path, 1)
+        fault = ("SIGKILL", victim, "before its table")
+        ended = cluster.outcomes(faults.save_under_fault, path, 2, *fault)
+    assert ended[victim] == Dead(-signal.SIGKILL)
+    assert ended[1 - victim] is not None
+    assert pc.steps(path) == [1]
+    if victim == 0:  # the other way round process 0 takes it back
+        assert any(name.startswith("step_00000002/data-") for name in names_below(path))
+    with Cluster(2, 2) as cluster:
+        assert cluster.run(faults.resume, path) == [1, 1]
+    assert pc.steps(path) == [1, 2]
+    assert len(below(f"{path}/step_00000002")) == 2

@@ -237,6 +237,24 @@ def test_a_save_that_was_taken_for_dead_fails_and_commits_nothing(
     assert names_below(root) == []
 
 
+def test_checkpoints_that_were_copied_from_a_disk_are_those_of_a_store(
+    root: str, tmp_path: Path
+) -> None:
+    """By any tool that copies files to objects, and step 2 to another number."""
+    with pc.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        name = file.relative_to(tmp_path).as_posix().replace("step_00000002", "step_00000007")
+        place_of(f"{root}/{name}").write_new(file.read_bytes())
+    before = names_below(root)
+    with pc.CheckpointManager(root, keep=pc.Keep(last=1)) as manager:
+        assert manager.steps() == pc.steps(root) == [1, 7]
+        assert_same(manager.restore(state()), state(2))
+        assert names_below(root) == before
+    assert all(pc.verify(pc.step_path(root, step)).ok for step in (1, 7))
+
+
 # --- races, and stores that do not decide them ---------------------------------------------------
 
 
