@@ -71,6 +71,7 @@ bench-smoke: .venv-bench/.installed ## Try the benchmarks on tiny states
 	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --append \
 		--workload d-cols,planning,manifest --systems ours-sha256,limit-xxh3
 	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --append --workload async
+	$(call BENCH,smoke) --scale 0.001 --rounds 1 --dir disk --append --workload processes
 
 .PHONY: docs
 docs: .venv/.installed ## Build the site of the documentation into build/site; warnings are errors

@@ -18,7 +18,6 @@ import resource
 import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import workloads
+from coordination import Asked
 from systems import SYSTEMS, Adapter
 from workloads import Leaf, Workload
 
@@ -46,37 +46,53 @@ def main() -> None:
         "--cold", action="store_true", help="do not save and load a small one first"
     )
     parser.add_argument("--check", action="store_true", help="compare what was loaded, bit for bit")
+    parser.add_argument("--process", type=int, default=0, help="of those that share the devices")
+    parser.add_argument("--coordinator", help="address where they meet")
     arguments = parser.parse_args()
     _die_first_without_memory()
-    _use_cpu_devices()
     workload = workloads.workloads(arguments.scale)[arguments.workload]
+    _use_cpu_devices(workloads.DEVICES // workload.processes)
+    asked = None
+    if workload.processes > 1:
+        asked = _join(arguments.coordinator, workload.processes, arguments.process)
     adapter = SYSTEMS[arguments.system].make()
     if not arguments.cold:
-        _warm_up(adapter, workload, arguments.path.parent)
+        _warm_up(adapter, workload, arguments.path.with_name("warm"), asked)
     if arguments.verb == "save":
-        result = _save(adapter, workload, arguments.path)
+        result = _save(adapter, workload, arguments.path, asked)
     elif arguments.verb == "background":
         result = _background(adapter, workload, arguments.path)
     else:
-        result = _load(adapter, workload, arguments.path, arguments.check)
+        result = _load(adapter, workload, arguments.path, asked, check=arguments.check)
     adapter.close()
     print(json.dumps(result))
 
 
-def _save(adapter: Adapter, workload: Workload, path: Path) -> dict[str, Any]:
+def _join(coordinator: str, processes: int, process: int) -> Asked:
+    """Become one of several processes."""
+    import jax
+
+    jax.distributed.initialize(coordinator, processes, process)
+    jax.devices()
+    return Asked()
+
+
+def _save(adapter: Adapter, workload: Workload, path: Path, asked: Asked | None) -> dict[str, Any]:
     state = adapter.prepare(workloads.build(workload))
-    with _library_log() as log, _measured() as result:
+    with _library_log() as log, _measured(asked) as result:
         adapter.save(path, state)
     result.update(_log_figures(log), **_on_disk(path), sync_s=_sync(path))
     return result
 
 
-def _load(adapter: Adapter, workload: Workload, path: Path, check: bool) -> dict[str, Any]:
+def _load(
+    adapter: Adapter, workload: Workload, path: Path, asked: Asked | None, *, check: bool
+) -> dict[str, Any]:
     import jax
 
     target = workloads.target(workload)
     _forget_pages(path)
-    with _library_log() as log, _measured() as result:
+    with _library_log() as log, _measured(asked) as result:
         loaded = adapter.load(path, target, reshard=workload.is_reshard)
         jax.block_until_ready(loaded)
     result.update(_log_figures(log))
@@ -126,7 +142,7 @@ def _background(adapter: Adapter, workload: Workload, path: Path) -> dict[str, A
     }
 
 
-def _warm_up(adapter: Adapter, workload: Workload, folder: Path) -> None:
+def _warm_up(adapter: Adapter, workload: Workload, folder: Path, asked: Asked | None) -> None:
     """Save and load a small state of other shapes: what is imported and started once.
 
     A training run saves many times, so this is not what a save costs; and it costs the peers more
@@ -138,22 +154,24 @@ def _warm_up(adapter: Adapter, workload: Workload, folder: Path) -> None:
         Leaf(path=("small",), shape=(56, 3), spec=spec),
     )
     small = replace(workload, leaves=leaves, target_mesh=None)
-    scratch = Path(tempfile.mkdtemp(prefix="warm_", dir=folder))
+    folder.mkdir(exist_ok=True)
     try:
-        adapter.save(scratch / "ckpt", adapter.prepare(workloads.build(small)))
-        adapter.load(scratch / "ckpt", workloads.target(small), reshard=False)
+        adapter.save(folder / "ckpt", adapter.prepare(workloads.build(small)))
+        adapter.load(folder / "ckpt", workloads.target(small), reshard=False)
+        if asked is not None:
+            asked.meet()
     finally:
-        shutil.rmtree(scratch)
+        shutil.rmtree(folder, ignore_errors=True)  # by several at once
 
 
 # --- the process ----------------------------------------------------------------------------
 
 
-def _use_cpu_devices() -> None:
-    """Eight devices on the CPU, before JAX is imported."""
+def _use_cpu_devices(number: int) -> None:
+    """So many devices on the CPU, before JAX is imported."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
-    count = f"--xla_force_host_platform_device_count={workloads.DEVICES}"
+    count = f"--xla_force_host_platform_device_count={number}"
     os.environ["XLA_FLAGS"] = f"{flags} {count}".strip()
 
 
@@ -164,12 +182,18 @@ def _die_first_without_memory() -> None:
 
 
 @contextlib.contextmanager
-def _measured() -> Iterator[dict[str, Any]]:
-    """Seconds, CPU seconds, peak memory above what there was, and bytes read by system calls."""
+def _measured(asked: Asked | None) -> Iterator[dict[str, Any]]:
+    """Seconds, CPU seconds, peak memory above what there was, and bytes read by system calls.
+
+    Of several processes also what they ask of each other, from when all have come here.
+    """
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     result: dict[str, Any] = {}
+    if asked is not None:
+        asked.meet()
+        asked.counter.clear()
     before = _counters()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
     memory = _status("VmRSS")
@@ -183,6 +207,9 @@ def _measured() -> Iterator[dict[str, Any]]:
     after = _counters()
     result["read_nbytes"] = after["rchar"] - before["rchar"]
     result["device_read_nbytes"] = after["read_bytes"] - before["read_bytes"]
+    if asked is not None:
+        asked.meet()
+        result.update(asked.figures())
 
 
 def _counters() -> dict[str, int]:

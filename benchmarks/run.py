@@ -18,12 +18,14 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -50,6 +52,9 @@ PACKAGES = (
 )
 ROWS = ("planning", "manifest")
 """What is measured besides states."""
+OF_ALL = ("cpu_s", "peak_nbytes", "read_nbytes", "device_read_nbytes", "key_values")
+OF_THE_MOST = ("seconds", "barriers", "collectives", "blocking_gets")
+"""Figures of several processes: their sum, or the largest. Of all others that of process 0."""
 TIMEOUT_S = 1800
 IMPORT_ROUNDS = 11
 
@@ -121,7 +126,11 @@ def _measure_workload(
     out: Any,
 ) -> None:
     results.forget(place, workload.key)
-    results.states[workload.key] = {"title": workload.title, "nbytes": workload.nbytes}
+    results.states[workload.key] = {
+        "title": workload.title,
+        "nbytes": workload.nbytes,
+        "processes": workload.processes,
+    }
     if lack := _lack_of_space(scratch, workload):
         results.skipped.append(f"{place} ({workload.key}) skipped: {lack}")
         return
@@ -155,6 +164,17 @@ def _one(
     command = [sys.executable, str(HERE / "one.py"), verb, "--system", system]
     command += ["--workload", workload.key, "--path", str(path), "--scale", str(arguments.scale)]
     command += ["--cold"] * arguments.cold + ["--check"] * check
+    if workload.processes == 1:
+        return _figures(command)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        command += ["--coordinator", f"127.0.0.1:{free.getsockname()[1]}"]
+    with ThreadPoolExecutor(workload.processes) as pool:
+        numbered = [[*command, "--process", str(n)] for n in range(workload.processes)]
+        return _together(list(pool.map(_figures, numbered)))
+
+
+def _figures(command: list[str]) -> dict[str, Any]:
+    """What a process measures, or the `error`."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -166,6 +186,14 @@ def _one(
         return {"error": said[-1][:300] if said else f"exit code {done.returncode}"}
     figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return figures
+
+
+def _together(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of several processes as those of one run."""
+    if failed := [one for one in found if "error" in one]:
+        return failed[0]
+    summed = {name: sum(one[name] for one in found) for name in OF_ALL}
+    return found[0] | summed | {name: max(one[name] for one in found) for name in OF_THE_MOST}
 
 
 def _systems(asked: str, workload: Workload, results: Results) -> list[str]:

@@ -70,7 +70,22 @@ def show_workload(out: Console, results: Results, place: str, workload: str) -> 
         return
     for verb in VERBS:
         out.print(_verb_table(results, place, workload, verb, names, f"{verb} {title}"))
+    if results.states[workload].get("processes", 1) > 1:
+        out.print(_coordination_table(results, place, workload, names))
     _show_stages(out, results, place, workload)
+
+
+def _coordination_table(results: Results, place: str, workload: str, names: list[str]) -> Table:
+    """How often one process waits for others, and how, and all calls of the key-value store."""
+    figures = ("barriers", "collectives", "blocking_gets", "key_values")
+    columns = ("barriers", "collectives", "blocking gets", "key-value calls of all")
+    table = _table("what the processes ask of each other", "system", "what", *columns)
+    for name in names:
+        for verb in VERBS:
+            counts = [results.median(place, workload, name, verb, figure) for figure in figures]
+            shown = ["–" if count is None else f"{count:g}" for count in counts]
+            table.add_row(SYSTEMS[name].label, verb, *shown, style=_style(name))
+    return table
 
 
 def _verb_table(

@@ -47,7 +47,7 @@ class Leaf:
 class Workload:
     """A state. `systems` names those that are measured unless others are asked for; () is all.
 
-    `verbs` is what is measured of it.
+    `verbs` is what is measured of it, and `processes` how many share the devices.
     """
 
     key: str
@@ -57,6 +57,7 @@ class Workload:
     target_mesh: Axes | None = None
     systems: tuple[str, ...] = field(default=())
     verbs: tuple[str, ...] = field(default=("save", "load"))
+    processes: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +82,7 @@ def workloads(scale: float = 1.0) -> dict[str, Workload]:
         _lora(scale),
         _one_array(scale),
         _in_the_background(scale),
+        _by_two_processes(scale),
     )
     return {workload.key: workload for workload in found}
 
@@ -215,6 +217,17 @@ def _in_the_background(scale: float) -> Workload:
     )
 
 
+def _by_two_processes(scale: float) -> Workload:
+    """The state of (b), of which each process has the devices of half the mesh."""
+    return replace(
+        _gpt2(scale),
+        key="processes",
+        title="GPT-2 small with Adam, by 2 processes with 4 devices each",
+        systems=("ours-sha256", "ours-xxh3", "orbax-v0", "orbax-v1"),
+        processes=2,
+    )
+
+
 # --- arrays ---------------------------------------------------------------------------------
 
 
@@ -243,7 +256,13 @@ def build(workload: Workload) -> dict[str, Any]:
         last = number + 1 == len(workload.leaves)
         if last or sum(array.nbytes for _, array in batch) >= 256 * MIB:
             shardings = [_sharding(mesh, leaf.spec) for leaf, _ in batch]
-            placed = jax.device_put([array for _, array in batch], shardings)
+            if workload.processes > 1:  # device_put would compare the arrays of all processes
+                placed = [
+                    jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+                    for (_, array), sharding in zip(batch, shardings, strict=True)
+                ]
+            else:
+                placed = jax.device_put([array for _, array in batch], shardings)
             jax.block_until_ready(placed)
             for (owner, _), array in zip(batch, placed, strict=True):
                 _put(tree, owner.path, array)
