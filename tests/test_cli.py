@@ -223,9 +223,12 @@ def test_prune_says_what_would_go_and_touches_nothing(root: Path) -> None:
     before = sorted(root.rglob("*"))
     code, found = run_json("prune", root, "--last", 1)
     assert code == 0
-    assert [item["step"] for item in found["dropped"]] == [1, 2]
+    assert [item["step"] for item in found["dropped"]] == [2]
     assert [item["step"] for item in found["left"]] == [3]
-    assert {item["step"]: item["why"] for item in found["kept"]} == {6: "reached through a link"}
+    assert {item["step"]: item["why"] for item in found["kept"]} == {
+        1: "step 6 is a link to it",
+        6: "reached through a link",
+    }
     assert (found["deleted"], found["in_use"]) == ([], [])
     assert "nothing was deleted" in run("prune", root, "--last", 1).stdout
     assert sorted(root.rglob("*")) == before
@@ -474,35 +477,75 @@ def test_every_command_runs_as_it_is_installed(
 
 
 INTERRUPTED = """
-import os, signal, threading
+import importlib, os, signal, sys, threading
 from pytree_ckpt.cli.main import main
-from pytree_ckpt.store.checks import ChunkCheck
 
 # Whoever starts the tests in the background may have them ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-check, sent = ChunkCheck.check, threading.Event()
+owner, name = importlib.import_module(sys.argv.pop(1)), sys.argv.pop(1)
+if "." in name:
+    outer, _, name = name.partition(".")
+    owner = getattr(owner, outer)
+original, sent = getattr(owner, name), threading.Event()
 
-def interrupting(self, *args):
+def interrupting(*args, **options):
     if not sent.is_set():
         sent.set()
         os.kill(os.getpid(), signal.SIGINT)
-    check(self, *args)
+    return original(*args, **options)
 
-ChunkCheck.check = interrupting
+setattr(owner, name, interrupting)
 main()
 """
+READING = ("pytree_ckpt.store.checks", "ChunkCheck.check")
+
+
+def interrupted(within: tuple[str, str], *args: object) -> None:
+    """Run a command that gets Ctrl-C within a function."""
+    command = [sys.executable, "-c", INTERRUPTED, *within, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("command", ["verify", "show"])
 def test_ctrl_c_ends_a_command_with_its_exit_code(good: Path, command: str) -> None:
-    arguments = [str(good), *(["params/dense/kernel", "--stats"] if command == "show" else [])]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, command, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
+    more = ["params/dense/kernel", "--stats"] if command == "show" else []
+    interrupted(READING, command, good, *more)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "folder", "w.npz"])
+def test_ctrl_c_leaves_nothing_of_an_export_or_an_import(
+    good: Path, tmp_path: Path, name: str
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    interrupted(READING, "export", good, tmp_path / name)
+    left = [file for file in tmp_path.rglob("*") if not file.is_relative_to(good)]
+    assert [file for file in left if file.is_file()] == []
+    assert run("export", good, tmp_path / name).exit_code == 0
+    before = sorted(tmp_path.iterdir())
+    module = "npz" if name == "w.npz" else "safetensors"
+    interrupted(
+        (f"pytree_ckpt.interop.{module}", "read_box"), "import", tmp_path / name, tmp_path / "b"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_ctrl_c_leaves_no_half_of_a_conversion_and_the_next_run_goes_on(
+    good: Path, tmp_path: Path
+) -> None:
+    interrupted(READING, "convert", good, tmp_path / "dst", "--codec", "zstd")
+    assert run("verify", tmp_path / "dst").exit_code == 3
+    assert run("convert", good, tmp_path / "dst", "--codec", "zstd").exit_code == 0
+    assert run("diff", good, tmp_path / "dst").exit_code == 0
+
+
+def test_ctrl_c_leaves_no_half_of_a_step_that_is_pruned(root: Path) -> None:
+    interrupted(("pytree_ckpt.store.disk", "remove_tree"), "prune", root, "--last", 1, "--yes")
+    steps = pc.steps(root)
+    assert 3 in steps
+    assert all(pc.verify(pc.step_path(root, step)).ok for step in steps if step != 3)
+    assert run("prune", root, "--last", 1, "--yes").exit_code == 0
+    assert pc.steps(root) == [1, 3, 6]
 
 
 def test_ctrl_c_leaves_no_half_of_a_report(

@@ -37,19 +37,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-PRELUDE = """
+PEAK = """
     import gc, os, sys
 
-    import jax
     import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
-
     import pytree_ckpt as pc
 
     MIB = 1 << 20
     folder = sys.argv[1]
-    mesh = Mesh(np.array(jax.devices()), ("data",))
-    rows, columns = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "data"))
 
 
     def status(field):
@@ -69,6 +64,14 @@ PRELUDE = """
 
         def __exit__(self, *_):
             self.mib = (status("VmHWM") - self.before) / MIB
+"""
+
+PRELUDE = """
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    rows, columns = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "data"))
 
 
     def state_of(mib, leaves):
@@ -86,10 +89,10 @@ PRELUDE = """
 """
 
 
-def run(script: str, folder: Path) -> dict[str, float]:
+def run(folder: Path, *parts: str) -> dict[str, float]:
     """The numbers that a script prints, from a process of its own with eight devices."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(script), folder],
+        [sys.executable, "-c", "".join(map(textwrap.dedent, (PEAK, *parts))), folder],
         env={**os.environ, "PYTHONPATH": str(Path(pc.__file__).parents[1])},
         capture_output=True,
         text=True,
@@ -170,7 +173,7 @@ PEAKS = """
 
 def test_a_save_and_a_load_take_little_more_than_the_state(folder: Path) -> None:
     state, constant = 256, 32
-    mib = run(PEAKS, folder)
+    mib = run(folder, PRELUDE, PEAKS)
     for name in ("save_raw", "save_again", "save_async", "save_zstd"):
         assert mib[name] <= 0.25 * state + constant, name
     for name in ("load_rows", "load_columns", "load_one"):
@@ -181,6 +184,46 @@ def test_a_save_and_a_load_take_little_more_than_the_state(folder: Path) -> None
     # Half of the state, what is in flight, and a part of that in the new dtype.
     assert mib["load_bf16"] <= 0.5 * state + 64 + 32 + constant
     assert mib["read_one_element"] <= constant
+
+
+SOURCES = """
+    import orbax.checkpoint as ocp
+
+    state = state_of(384, 3)
+    pc.save(folder + "/a", state)
+    pc.save(folder + "/b", {name: array + 1 for name, array in state.items()})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=False)) as checkpointer:
+        checkpointer.save(f"{folder}/orbax", args=ocp.args.PyTreeSave(state))
+"""
+
+OFFLINE = """
+    a, out = folder + "/a", folder + "/out"
+    pc.verify(folder + "/small")
+    pc.export_npz(folder + "/small", folder + "/small.npz")
+    layout = pc.Layout(mesh={"data": 8}, specs={"**": (None, "data")})
+    actions = {
+        "verify": lambda: pc.verify(a),
+        "diff": lambda: pc.diff(a, folder + "/b"),
+        "convert": lambda: pc.convert(a, out + "0", layout=layout, dtype={"**": "bfloat16"}),
+        "export_safetensors": lambda: pc.export_safetensors(a, out + ".safetensors"),
+        "import_safetensors": lambda: pc.import_safetensors(out + ".safetensors", out + "1"),
+        "export_npz": lambda: pc.export_npz(a, out + ".npz"),
+        "import_npz": lambda: pc.import_npz(out + ".npz", out + "2"),
+        "import_orbax": lambda: pc.import_orbax(folder + "/orbax", out + "3"),
+    }
+    for name, action in actions.items():
+        with Peak() as peak:
+            action()
+        print(name, peak.mib)
+    assert not {"jax", "orbax"} & set(sys.modules)
+"""
+
+
+def test_what_is_done_offline_takes_less_memory_than_the_state(folder: Path) -> None:
+    """Each action keeps what is in flight: 256 MiB where it reads, 64 MiB where it also writes."""
+    run(folder, PRELUDE, SOURCES)
+    for name, mib in run(folder, OFFLINE).items():
+        assert mib <= (256 if name in ("verify", "diff") else 224) + 32, name
 
 
 LEAKS = """
@@ -206,7 +249,7 @@ LEAKS = """
 
 
 def test_twenty_saves_and_loads_leave_no_memory_files_or_threads_behind(folder: Path) -> None:
-    found = run(LEAKS, folder)
+    found = run(folder, PRELUDE, LEAKS)
     for name in ("save", "load", "open"):
         assert abs(found[f"{name}_rss_20"] - found[f"{name}_rss_5"]) < 64, name
         assert found[f"{name}_files_20"] == found[f"{name}_files_5"], name

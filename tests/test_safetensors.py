@@ -194,9 +194,18 @@ def test_an_export_that_dies_halfway_leaves_no_mixture(
 
 def test_tied_weights_are_in_the_file_for_each_leaf(tmp_path: Path) -> None:
     tied = put(np.arange(128, dtype=np.float32).reshape(16, 8), "data")
-    pc.save(tmp_path / "a", {"embed": tied, "head": {"kernel": tied}})
+    base = np.arange(8.0)
+    state = {"embed": tied, "head": {"kernel": tied}, "view": base[:4], "view2": base[4:]}
+    pc.save(tmp_path / "a", state)
+    loaded = pc.load(tmp_path / "a", state)
+    loaded["embed"].delete()  # as a donation does
+    assert loaded["head"]["kernel"][3, 3] == tied[3, 3]
     pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors")
     found = tensors_of(tmp_path / "w.safetensors")
+    assert [found[name][2] for name in ("view", "view2")] == [
+        base[:4].tobytes(),
+        base[4:].tobytes(),
+    ]
     assert found["embed"] == found["head.kernel"] == ("F32", [16, 8], np.asarray(tied).tobytes())
 
 
@@ -204,6 +213,7 @@ def test_what_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
     state = {
         "q": jax.numpy.zeros(4, "int4"),
         "u": jax.numpy.zeros(4, "uint4"),
+        "f": np.zeros(4, ml_dtypes.float8_e4m3b11fnuz),
         "z": np.zeros(2, np.complex128),
         "mine": pc.PerProcess(1),
         "good": np.zeros(2),
@@ -212,8 +222,10 @@ def test_what_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(pc.UnsupportedLeafError, match="mine  belongs to one process"):
         pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors")
     with pytest.raises(pc.UnsupportedLeafError) as error:
-        pc.export_safetensors(tmp_path / "a", tmp_path / "w.safetensors", select=["q", "u", "z"])
-    assert [leaf for leaf, _ in error.value.leaves] == ["q", "u", "z"]
+        pc.export_safetensors(
+            tmp_path / "a", tmp_path / "w.safetensors", select=["q", "u", "z", "f"]
+        )
+    assert sorted(leaf for leaf, _ in error.value.leaves) == ["f", "q", "u", "z"]
     assert not (tmp_path / "w.safetensors").exists()
 
 

@@ -34,7 +34,7 @@ class Rotation:
         """What would be kept and deleted now, and why; nothing is deleted."""
         states = health.look(self._root, self._names)
         moment = time.time() if now is None else now
-        decision = self._decide(infos_of(states), _protected(states), moment)
+        decision = self._decide(infos_of(states), self._protected(states), moment)
         left = {s.step: s.trouble for s in states if s.trouble is not None}
         return dataclasses.replace(decision, left=left)
 
@@ -71,7 +71,7 @@ class Rotation:
         states = health.look(self._root, self._names)
         self._pin(states)
         infos = [info for info in infos_of(states) if info.step != step]
-        protected = _protected(states) | {step: "just saved"}
+        protected = self._protected(states) | {step: "just saved"}
         if protect_last and infos:
             protected[infos[-1].step] = "the last one is never deleted"
         now = time.time()
@@ -83,6 +83,21 @@ class Rotation:
             with self._not_at_the_cost_of(step):
                 if not (self._root / self._names.name(number)).delete():
                     _LOG.warning("step %d of %s is in use and stays", number, self._root)
+
+    def _protected(self, states: list[StepState]) -> dict[int, str]:
+        """Steps that no rule deletes: pinned ones, links, and what these lead to."""
+        found = {state.step: "pinned" for state in states if state.is_pinned}
+        for step in (state.step for state in states if state.is_link):
+            found[step] = "reached through a link"
+            path = (self._root / self._names.name(step)).path
+            target = None if path is None else self._names.step(path.resolve().name)
+            if (
+                path is not None
+                and target is not None
+                and path.resolve().parent.samefile(path.parent)
+            ):
+                found[target] = f"step {step} is a link to it"
+        return found
 
     def _pin(self, states: list[StepState]) -> None:
         """Mark what the policy pins, so that other policies, and people, know."""
@@ -111,8 +126,3 @@ def infos_of(states: list[StepState]) -> list[StepInfo]:
         for s in states
         if s.is_good and s.manifest is not None
     ]
-
-
-def _protected(states: list[StepState]) -> dict[int, str]:
-    pinned = {state.step: "pinned" for state in states if state.is_pinned}
-    return pinned | {state.step: "reached through a link" for state in states if state.is_link}
