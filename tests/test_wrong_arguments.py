@@ -45,14 +45,15 @@ PATHS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("verb", PATHS)
-@pytest.mark.parametrize("path", [3, None, b"ckpt"])
-def test_what_is_no_path_is_refused_by_its_value(
+@pytest.mark.parametrize("path", [3, None, b"ckpt", {"w": np.ones(1000)}], ids=type)
+def test_what_is_no_path_is_refused_by_its_type(
     verb: str, path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if verb == "base" and path is None:
         return  # no base
-    with pytest.raises(TypeError, match=f"a path must be a str or a pathlib.Path, not {path!r}"):
+    text = f"a path must be a str or a pathlib.Path, not {type(path).__name__}"
+    with pytest.raises(TypeError, match=text):
         PATHS[verb](path)
     assert not list(tmp_path.iterdir())
 
@@ -106,6 +107,21 @@ WRONG: dict[str, Wrong] = {
         lambda ckpt: pc.open(ckpt)["params/w"][0, 4],
         IndexError,
         "index 4 is out of bounds for dimension 1 of size 4",
+    ),
+    "export: select": (
+        lambda ckpt: pc.export_npz(ckpt, "new", select=_THREE),
+        ValueError,
+        "select must be a pattern or a list of them, not 3",
+    ),
+    "export: separator": (
+        lambda ckpt: pc.export_safetensors(ckpt, "new", separator=_THREE),
+        ValueError,
+        "separator must be a str such as '/', not 3",
+    ),
+    "import of nothing": (
+        lambda ckpt: pc.import_orbax(ckpt / "nothing", "new"),
+        pc.NotFoundError,
+        "nothing is no tree of orbax; there is nothing",
     ),
     "convert: options": (
         lambda ckpt: pc.convert(ckpt, "new", options=_EMPTY),

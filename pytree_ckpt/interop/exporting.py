@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError, ExistsError
 from pytree_ckpt.format.manifest import Leaf
+from pytree_ckpt.format.values import count_text
 from pytree_ckpt.plan import patterns
 from pytree_ckpt.store import disk
 
@@ -22,7 +23,7 @@ class ExportReport:
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.nbytes} bytes in {len(self.files)} files", *self.files]
+        lines = [f"{self.nbytes} bytes in {count_text(len(self.files), 'file')}", *self.files]
         return "\n".join([*lines, *(f"not carried over: {what}" for what in self.left_out)])
 
 
@@ -32,15 +33,14 @@ def selected(leaves: Sequence[Leaf], select: str | Sequence[str]) -> list[Leaf]:
     Raises:
         CheckpointError: None matches.
     """
-    texts = [select] if isinstance(select, str) else select
-    wanted = [patterns.parse(text) for text in texts]
+    wanted = patterns.parse_all(select)
     found = [
         leaf
         for leaf in leaves
-        if not wanted or any(pattern.match(leaf.text) is not None for pattern in wanted)
+        if not wanted or any(pattern.match(leaf.text) is not None for pattern in wanted.values())
     ]
     if not found and leaves:
-        raise CheckpointError(f"no leaf matches {', '.join(texts)}")
+        raise CheckpointError(f"no leaf matches {', '.join(wanted)}")
     return found
 
 

@@ -27,12 +27,15 @@ def flat_names(leaves: Sequence[Leaf], separator: str) -> list[str]:
 
     Raises:
         UnsupportedLeafError: Two leaves would have one name, or one has none; all of them.
+        ValueError: The separator is no str.
 
     Example:
         >>> from types import SimpleNamespace as Leaf
         >>> flat_names([Leaf(text="a/0", path=(Key("str", "a"), Key("list", 0)))], ".")
         ['a.0']
     """
+    if not isinstance(separator, str):
+        raise ValueError(f"separator must be a str such as '/', not {separator!r}")
     names = [separator.join(str(key.value) for key in leaf.path) for leaf in leaves]
     of: dict[str, list[str]] = {}
     for name, leaf in zip(names, leaves, strict=True):

@@ -93,8 +93,9 @@ def find_item(path: Path, item: str | None) -> Path:
         items = [p.parent.name for p in sorted(folder.glob(f"*/{METADATA_FILE}"))]
         if item is not None or len(items) != 1:
             steps = sorted(p.parent.parent.name for p in path.glob(f"*/*/{METADATA_FILE}"))
-            has = f"items {items}, name one" if items else f"steps {steps}" if steps else "none"
-            raise NotFoundError(f"{folder} is no tree of orbax; it has {has}")
+            has = f"items {items}, name one" if items else f"steps {steps}" if steps else ""
+            note = f"; it has {has}" if has else "" if folder.exists() else "; there is nothing"
+            raise NotFoundError(f"{folder} is no tree of orbax{note}")
         folder = folder / items[0]
     _refuse_links(folder)
     return folder

@@ -107,7 +107,7 @@ def plan_convert(
     layout: Layout | None = None,
     like: Manifest | None = None,
     dtype: Mapping[str, str] | None = None,
-    select: Sequence[str] = (),
+    select: str | Sequence[str] = (),
     codec: str = "raw",
     max_chunk_nbytes: int | None = None,
     processes: int = 1,
@@ -161,13 +161,13 @@ def plan_convert(
     return _planned(manifest, tree, leaves, made, codes, casts, codec, processes, process_count)
 
 
-def _selected(manifest: Manifest, select: Sequence[str]) -> tuple[list[Leaf], Tree, list[Mismatch]]:
+def _selected(
+    manifest: Manifest, select: str | Sequence[str]
+) -> tuple[list[Leaf], Tree, list[Mismatch]]:
     """The leaves that any pattern matches, in the tree that is left of them."""
     if not select:
         return list(manifest.leaves), manifest.tree, []
-    if not isinstance(select, Sequence):
-        raise ValueError(f"select must be a pattern or a list of them, not {select!r}")
-    wanted = {text: patterns.parse(text) for text in select}
+    wanted = patterns.parse_all(select)
     leaves = [
         leaf
         for leaf in manifest.leaves

@@ -1,6 +1,7 @@
 """Patterns of leaf paths: which paths match, and what a match becomes under another pattern."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _TOKEN = re.compile(r"(\*\*|\*|\{\}|%2A|%7B)")
@@ -71,6 +72,13 @@ def parse(text: str) -> Pattern:
     if wildcards.count("{}") > 1:
         raise ValueError(f"the pattern {text!r} has '{{}}' twice")
     return Pattern(text=text, tokens=tuple(tokens), wildcards=wildcards, regex=re.compile(regex))
+
+
+def parse_all(select: str | Sequence[str]) -> dict[str, Pattern]:
+    """The patterns of a selection, by their text; errors as `parse`."""
+    if not isinstance(select, Sequence):
+        raise ValueError(f"select must be a pattern or a list of them, not {select!r}")
+    return {text: parse(text) for text in ([select] if isinstance(select, str) else select)}
 
 
 def _rooted(text: str) -> str:

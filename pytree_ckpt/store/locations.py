@@ -190,7 +190,8 @@ def locate(path: PathLike) -> Location:
 
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise TypeError(f"a path must be a str or a pathlib.Path, not {path!r}")
+        # Not what is in it: it may be a whole state, from arguments in the wrong order.
+        raise TypeError(f"a path must be a str or a pathlib.Path, not {type(path).__name__}")
     found = _URL.match(text)
     if found and found[1].lower() == "file":
         text = _path_of_file_url(text)

@@ -124,7 +124,7 @@ def convert(
             layout=own,
             like=None if like is None else like.read_manifest(),
             dtype=dtype,
-            select=[select] if isinstance(select, str) else select,
+            select=select,
             codec=options.codec,
             max_chunk_nbytes=max_chunk_nbytes,
             processes=count,
