@@ -1,5 +1,9 @@
 """What a process says when it cannot talk to the others, or has none."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from jax._src import distributed
 
@@ -32,3 +36,26 @@ def test_a_jax_that_keeps_its_client_elsewhere_is_named(monkeypatch: pytest.Monk
     monkeypatch.delattr(distributed, "global_state")
     with pytest.raises(pc.CheckpointError, match="keeps its coordination client elsewhere"):
         Session("the save", timeout_s=1)
+
+
+def run_and_exit(call: str) -> subprocess.CompletedProcess[str]:
+    """A process that exits while a call to the coordination service is under way."""
+    code = f"import time; from pytree_ckpt.jaxio import coordination; coordination._start({call})"
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_an_exit_waits_for_calls_that_are_under_way() -> None:
+    """Else the interpreter would stop a thread in native code, and that aborts the process."""
+    ended = run_and_exit("lambda: (time.sleep(0.3), print('ended'))")
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
+
+
+def test_an_exit_does_not_wait_for_a_service_that_never_answers() -> None:
+    ended = run_and_exit("lambda: time.sleep(1000)")
+    assert ended.returncode == 0, ended.stderr

@@ -4,6 +4,7 @@ The service is a thread of process 0 that keeps keys and values. It needs no dev
 used from any thread, also while the devices compute.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ from pytree_ckpt.jaxio import processes
 T = TypeVar("T")
 _ROOT = "pytree_ckpt"
 _LAST_WORD_S = 2.0
-"""How long a process that has failed tries to say so."""
+"""How long a process that has failed tries to say so, and one that exits waits for its calls."""
+_THREAD = "pytree_ckpt-coordination"
 
 
 class Session:
@@ -332,7 +334,16 @@ def _start(call: Callable[[], T]) -> "Future[T]":
             future.set_exception(error)
 
     try:
-        threading.Thread(target=run, name="pytree_ckpt-coordination", daemon=True).start()
+        threading.Thread(target=run, name=_THREAD, daemon=True).start()
     except RuntimeError:  # The interpreter is about to exit, or the system has no more threads.
         run()
     return future
+
+
+@atexit.register
+def _let_calls_end() -> None:
+    """An interpreter that exits while a thread is in native code may abort instead."""
+    until = time.monotonic() + _LAST_WORD_S
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join(max(until - time.monotonic(), 0))
