@@ -183,6 +183,9 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "no tree": change("_METADATA", tree_metadata=[1]),
     "a leaf in another folder": change("_METADATA", tree_metadata=leaf("../../secret")),
     "a leaf at the root of the disk": change("_METADATA", tree_metadata=leaf("/etc")),
+    "a leaf that is also nothing": lambda folder: change(
+        "_METADATA", tree_metadata={"a": leaf("w")["x"], "b": leaf("w", kind="None")["x"]}
+    )(folder),
     "a leaf without a key": change("_METADATA", tree_metadata=leaf(7)),
     "a leaf that is not there": change("_METADATA", tree_metadata=leaf("nothing")),
     "a text that is not there": change("_METADATA", tree_metadata=leaf("t", kind="string")),

@@ -42,8 +42,9 @@ def main() -> None:
 
 for command in (
     *(ls_command, tree_command, show_command, report_command),
-    *(verify_command, diff_command),
-    *(pin_command, unpin_command, prune_command),
+    *(verify_command, diff_command, prune_command),
     *(convert_command, export_command, import_command),
 ):
     main.add_command(command)
+main.add_command(pin_command, "pin")
+main.add_command(unpin_command, "unpin")

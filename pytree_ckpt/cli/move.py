@@ -139,12 +139,11 @@ def export_command(
     from pytree_ckpt.interop.npz import export_npz
     from pytree_ckpt.interop.safetensors import export_safetensors
 
+    settings |= {"separator": separator} if separator else {}
     if Path(dst).suffix == ".npz":
-        report = export_npz(src, dst, separator=separator or "/", **settings)
+        report = export_npz(src, dst, **settings)
     else:
-        report = export_safetensors(
-            src, dst, separator=separator or ".", max_file_nbytes=max_file_bytes, **settings
-        )
+        report = export_safetensors(src, dst, max_file_nbytes=max_file_bytes, **settings)
     emit(documents.of_export(report), lambda: str(report).splitlines())
 
 
@@ -173,12 +172,10 @@ def import_command(
     kind = kind or _kind_of(Path(src))
     if kind == "orbax":
         report = import_orbax(src, dst, item=item, overwrite=overwrite)
-    elif kind == "npz":
-        at = "/" if separator is None else separator or None
-        report = import_npz(src, dst, separator=at, overwrite=overwrite)
     else:
-        at = "." if separator is None else separator or None
-        report = import_safetensors(src, dst, separator=at, overwrite=overwrite)
+        act = import_npz if kind == "npz" else import_safetensors
+        given: dict[str, Any] = {} if separator is None else {"separator": separator or None}
+        report = act(src, dst, overwrite=overwrite, **given)
     emit(documents.of_import(report), lambda: str(report).splitlines())
 
 

@@ -44,30 +44,27 @@ def ls_command(root: str, prefix: str, width: int) -> None:
     emit(documents.of_survey(found), lambda: drawing.of_survey(found))
 
 
-@click.command("pin")
-@click.argument("checkpoints", metavar="CK...", nargs=-1, required=True)
-@json_option
-def pin_command(checkpoints: tuple[str, ...]) -> None:
-    """Keep CK from every policy, that of a running job too."""
-    _pin(checkpoints, pinned=True)
+def _command_to(word: str, *, pinned: bool, text: str) -> click.Command:
+    """The command that makes checkpoints `word`."""
+
+    @click.command(help=text)
+    @click.argument("checkpoints", metavar="CK...", nargs=-1, required=True)
+    @json_option
+    def command(checkpoints: tuple[str, ...]) -> None:
+        from pytree_ckpt.pictures.text import plain
+        from pytree_ckpt.verbs.survey import pin
+
+        for path in checkpoints:
+            pin(path, pinned=pinned)
+        emit({word: checkpoints}, lambda: [plain(f"{word} {path}") for path in checkpoints])
+
+    return command
 
 
-@click.command("unpin")
-@click.argument("checkpoints", metavar="CK...", nargs=-1, required=True)
-@json_option
-def unpin_command(checkpoints: tuple[str, ...]) -> None:
-    """Let policies have CK again."""
-    _pin(checkpoints, pinned=False)
-
-
-def _pin(checkpoints: tuple[str, ...], *, pinned: bool) -> None:
-    from pytree_ckpt.pictures.text import plain
-    from pytree_ckpt.verbs.survey import pin
-
-    for path in checkpoints:
-        pin(path, pinned=pinned)
-    word = "pinned" if pinned else "unpinned"
-    emit({word: checkpoints}, lambda: [plain(f"{word} {path}") for path in checkpoints])
+pin_command = _command_to(
+    "pinned", pinned=True, text="Keep CK from every policy, that of a running job too."
+)
+unpin_command = _command_to("unpinned", pinned=False, text="Let policies have CK again.")
 
 
 @click.command("prune")

@@ -83,14 +83,14 @@ class _Import:
         found: dict[LeafPath, Any] = {}
         stores: dict[LeafPath, Any] = {}
         for entry in self._item.entries:
+            if entry.path in ends:
+                raise FormatError(f"{self._item.folder} has {to_text(entry.path)!r} twice")
             if entry.kind in ("none", "dict", "list", "tuple"):
                 ends[entry.path] = entry.kind  # type: ignore[assignment]
                 continue
             leaf, store = self._leaf(entry)
             if leaf is None:
                 continue
-            if entry.path in ends:
-                raise FormatError(f"{self._item.folder} has {to_text(entry.path)!r} twice")
             ends[entry.path], found[entry.path], stores[entry.path] = "leaf", leaf, store
         try:
             tree = from_ends(ends, known=Tree(("dict",), (0,), (None,)))
