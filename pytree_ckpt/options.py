@@ -69,13 +69,20 @@ class LoadOptions:
         threads: Threads that read and verify; `None` takes one for each processor.
         progress: As in `SaveOptions`, for `load` and what else reads all of a checkpoint.
         timeout_s: With several processes, how long a manager that has restored a step waits for
-            the others; see `SaveOptions.timeout_s`.
+            the others, and how long a striped load waits in each round; see
+            `SaveOptions.timeout_s`.
+        striped: With several processes, have each chunk that any of them needs read and verified
+            by one of them, and sent to the others by an XLA program. So a replicated or transposed
+            load reads the checkpoint once, and not once for each process. All processes must make
+            the same call, and wait for each other; what one finds damaged is damaged for all. Of
+            `load` alone, and of no effect for a single process.
     """
 
     max_inflight_bytes: int = 256 * MIB
     threads: int | None = None
     progress: ProgressChoice = "auto"
     timeout_s: float = 45.0
+    striped: bool = False
 
     def __post_init__(self) -> None:
         _check_bounds(self)

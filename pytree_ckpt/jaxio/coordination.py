@@ -132,7 +132,32 @@ class Session:
         self.tell(list(said.items()))
         return said
 
+    def agreed(self, step: Callable[[], T]) -> T:
+        """What a step returns here, once it has failed nowhere; where it has, that is the end.
+
+        Raises:
+            Exception: What the step raises here.
+            PeerError: It has failed on others alone.
+            PeerTimeoutError: As `gather` and `hear`.
+        """
+        found: list[T] = []
+        error = None
+        try:
+            found.append(step())
+        except Exception as failure:  # noqa: BLE001 - raised once the others know
+            error = failure
+        said = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
+        failures = {process: text for process, text in said.items() if text is not None}
+        if failures:
+            self.close()
+            raise error or self.failed(failures)
+        return found[0]
+
     # --- ending ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End it where all know why, so that nobody is told of what is raised here."""
+        self._end(None)
 
     @contextmanager
     def ends_by_failure(self) -> Iterator[None]:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
 from pytree_ckpt.format.boxes import Box, Shape, whole
-from pytree_ckpt.jaxio import keys
+from pytree_ckpt.jaxio import keys, processes
 from pytree_ckpt.jaxio.shardings import box_of
 
 Array = npt.NDArray[Any]
@@ -49,6 +50,24 @@ def _hashable(index: tuple[slice, ...]) -> tuple[Any, ...]:
     return tuple((s.start, s.stop) for s in index)
 
 
+def wanters(sharding: Any, shape: Shape) -> dict[Box, tuple[int, ...]]:
+    """The distinct boxes of a sharding in all processes, ascending, and who holds each.
+
+    Of what is on devices of this process alone, or on its default device or its host, each
+    process has its own.
+    """
+    everyone = tuple(range(processes.process_count()))
+    if sharding is None:
+        return {whole(shape): everyone}
+    found: dict[Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = whole(shape) if index is None else box_of(index, shape)
+        found.setdefault(box, set()).add(device.process_index)
+    is_own = set().union(*found.values()) == {processes.process_index()}
+    ascending = sorted(found, key=lambda box: (box.start, box.stop))
+    return {box: everyone if is_own else tuple(sorted(found[box])) for box in ascending}
+
+
 def from_boxes(shape: Shape, sharding: Any, layout: Layout, buffers: Sequence[Array]) -> jax.Array:
     """A global array from the boxes that this process holds; one call for all its devices."""
     return jax.make_array_from_callback(
@@ -84,9 +103,11 @@ def replicate(buffer: Array, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(buffer.shape, sharding, lambda index: buffer[index])
 
 
-def assemble(shape: Shape, sharding: Any, shards: Sequence[jax.Array]) -> jax.Array:
-    """A global array from its shards in the order of the local devices."""
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
+def assemble(
+    shape: Shape, sharding: Any, shards: Sequence[jax.Array], *, dtype: np.dtype[Any]
+) -> jax.Array:
+    """A global array from its shards in the order of the local devices, of which may be none."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards), dtype=dtype)
 
 
 def finish(array: jax.Array, *, key_impl: str | None, weak_type: bool) -> jax.Array:

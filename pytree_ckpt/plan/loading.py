@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pytree_ckpt.format.arrays import ArraySpec
-from pytree_ckpt.format.boxes import Box, Grid, Shape, is_contiguous
+from pytree_ckpt.format.boxes import Box, Grid, Shape, is_contiguous, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,23 @@ def plan_reads(spec: ArraySpec, boxes: Sequence[Box]) -> ReadPlan:
     wanted = tuple(boxes)
     reads = _chunk_reads(spec, wanted) if spec.storage != "empty" else []
     return ReadPlan(spec=spec, boxes=wanted, units=_units(wanted, reads))
+
+
+def plan_chunks(spec: ArraySpec, reads: Sequence[ChunkRead]) -> ReadPlan:
+    """Plan to read chunks of a stored array as they are: each is a box of its own."""
+    units = tuple(
+        ReadUnit(
+            boxes=(at,),
+            reads=(
+                dataclasses.replace(
+                    read, into=at, place=whole(read.shape).slices(), copies=(), part=0
+                ),
+            ),
+            is_direct=True,
+        )
+        for at, read in enumerate(reads)
+    )
+    return ReadPlan(spec=spec, boxes=tuple(read.box for read in reads), units=units)
 
 
 def plan_stacked_reads(

@@ -73,10 +73,10 @@ class PackedReader:
             if any(damage.kind == "link" for damage in odd):
                 shards = [shard for shard in shards if shard.process != process]
         left = Counter((shard.request, shard.unit) for shard in shards)
-        extents = {shard.process: self._extent(shard.process) for shard in shards}
-        for window in windows(shards, extents):
+        for window in self._windows(shards):
             try:
-                claims.check_window(self._data, window, extents[window.process], self._codec)
+                extent = self._extent(window.process)
+                claims.check_window(self._data, window, extent, self._codec)
             except IntegrityError as error:
                 group.add_damage(error.damage)
                 continue
@@ -107,6 +107,13 @@ class PackedReader:
                 group = Group()
         if group.jobs:
             yield group
+
+    def windows(self, requests: Sequence[Request]) -> Iterator[Window]:
+        """What there is to read for all requests."""
+        return self._windows(list(self._shards(requests)))
+
+    def _windows(self, shards: Sequence[PackedShard]) -> Iterator[Window]:
+        return windows(shards, {shard.process: self._extent(shard.process) for shard in shards})
 
     def _shards(self, requests: Sequence[Request]) -> Iterator[PackedShard]:
         for number, request in enumerate(requests):

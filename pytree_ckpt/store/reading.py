@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.tables import ShardIndex, Table
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan.loading import ChunkRead, ReadUnit
+from pytree_ckpt.plan.windows import Window
 from pytree_ckpt.store import arrays, claims, contents
 from pytree_ckpt.store.checks import ChunkCheck, ReadStats
 from pytree_ckpt.store.failures import UnreadableError
@@ -128,7 +129,8 @@ class CheckpointReader:
             contents.refuse_link(self._data / name, None)
         refused = self._refused(requests)
         begun: Begun = {}
-        yield from self._packed(requests, refused, begun)
+        if self._packed is not None:
+            yield from self._packed.groups(requests, refused, begun, bound=self._bound)
         group = Group()
         for damage in refused.values():
             group.add_damage(damage)
@@ -160,22 +162,36 @@ class CheckpointReader:
         if group.jobs or group.filled:
             yield group
 
-    def _packed(
-        self, requests: Sequence[Request], refused: Collection[tuple[int, int]], begun: Begun
-    ) -> Iterator[Group]:
+    @cached_property
+    def _packed(self) -> PackedReader | None:
+        """The reader of what is packed, None if nothing is."""
         codec = next((s.codec for s in self.manifest.specs if s.storage == "packed"), None)
-        if codec is not None:
-            reader = PackedReader(
-                self._data,
-                codec=codec,
-                tables=self.tables,
-                index=self.index,
-                check=self._check,
-                stats=self.stats,
-                clock=self._clock,
-                ctx=self._ctx,
-            )
-            yield from reader.groups(requests, refused, begun, bound=self._bound)
+        if codec is None:
+            return None
+        return PackedReader(
+            self._data,
+            codec=codec,
+            tables=self.tables,
+            index=self.index,
+            check=self._check,
+            stats=self.stats,
+            clock=self._clock,
+            ctx=self._ctx,
+        )
+
+    def packed_windows(self, requests: Sequence[Request]) -> list[Window]:
+        """The parts of packed arrays that requests need, no two of which share a chunk of them."""
+        return [] if self._packed is None else list(self._packed.windows(requests))
+
+    def check_claims(self, requests: Sequence[Request]) -> None:
+        """Check that the files can hold what is asked for.
+
+        Raises:
+            IntegrityError: They cannot.
+        """
+        refused = self._refused(requests).values()
+        if refused:
+            raise IntegrityError([damage for found in refused for damage in found])
 
     def _refused(self, requests: Sequence[Request]) -> dict[tuple[int, int], Sequence[Damage]]:
         """Units, by number of request and unit, that their files cannot hold, and why."""

@@ -1,6 +1,6 @@
 """Put the leaves of a load together: what to read for each, and where what was read goes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from pytree_ckpt.errors import CheckpointError, Mismatch, MismatchError
+from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, whole
 from pytree_ckpt.format.manifest import Leaf
@@ -53,7 +54,7 @@ class _Pending:
     boxes: list[Any]
     shards: list[Any]
     by_shard: bool
-    """Whether shards go to their devices one by one, because the array is large."""
+    """Whether shards go to their devices one by one, as the array is large, or has none here."""
     left: int
 
     @property
@@ -67,14 +68,23 @@ _PLACE_WHOLE_NBYTES = 64 << 20
 
 
 class Assembly:
-    """Places what was read and puts leaves together."""
+    """Places what was read and puts leaves together.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: How many leaves there are.
+        for_all: Whether requests are for the boxes that any process wants, not this one alone.
+    """
+
+    def __init__(self, count: int, *, for_all: bool = False) -> None:
+        self._for_all = for_all
         self._results: list[Any] = [None] * count
         self._pending: list[_Pending] = []
         self._layout_of: dict[Any, placing.Layout] = {}
         self._plan_of: dict[tuple[int, ...], ReadPlan] = {}
         self._goes_to: list[list[tuple[_Pending, int]]] = []
+        self._wanters_of: dict[Any, dict[Box, tuple[int, ...]]] = {}
+        self.wanters: list[tuple[tuple[int, ...], ...]] = []
+        """By request the processes that want each box of it."""
 
     @no_sweeps()
     def requests(self, items: Sequence[Item]) -> list[Request]:
@@ -93,16 +103,18 @@ class Assembly:
     def _request(self, item: Item) -> Request:
         """What to read for one leaf."""
         pending, source = self._begin(item), item.source
+        wanted = self._wanted(pending)
         key = (source.is_stack, *(id(part.spec) for part in source.parts), id(pending.layout))
         plan = self._plan_of.get(key)
         if plan is None:
             parts = [_spec_of(part) for part in source.parts]
             if source.is_stack:
-                plan = plan_stacked_reads(pending.spec, parts, pending.wanted)
+                plan = plan_stacked_reads(pending.spec, parts, list(wanted))
             else:
-                plan = plan_reads(parts[0], pending.wanted)
+                plan = plan_reads(parts[0], list(wanted))
             self._plan_of[key] = plan
-        self._goes_to.append([(pending, at) for at in range(len(plan.boxes))])
+        self._goes_to.append(_own_numbers(pending, wanted))
+        self.wanters.append(tuple(wanted.values()))
         return Request(leaf=source.parts[0], plan=plan, rest=source.parts[1:])
 
     def _request_indices(self, items: Sequence[Item]) -> Request:
@@ -110,13 +122,26 @@ class Assembly:
         stored = items[0].source.parts[0]
         boxes: list[Box] = []
         goes_to: list[tuple[_Pending, int]] = []
+        wanters: list[tuple[int, ...]] = []
         for item in items:
             pending, index = self._begin(item), item.source.index or 0
-            for at, box in enumerate(pending.wanted):
-                boxes.append(Box((index, *box.start), (index + 1, *box.stop)))
-                goes_to.append((pending, at))
+            wanted = self._wanted(pending)
+            boxes += [Box((index, *box.start), (index + 1, *box.stop)) for box in wanted]
+            goes_to += _own_numbers(pending, wanted)
+            wanters += wanted.values()
         self._goes_to.append(goes_to)
+        self.wanters.append(tuple(wanters))
         return Request(leaf=stored, plan=plan_reads(_spec_of(stored), boxes))
+
+    def _wanted(self, pending: _Pending) -> dict[Box, tuple[int, ...]]:
+        """The boxes of an array that are to be read, and who wants each."""
+        if not self._for_all:
+            return dict.fromkeys(pending.wanted, (processes.process_index(),))
+        item = pending.item
+        mark = (item.sharding if item.on_device else None, pending.spec.shape)
+        if mark not in self._wanters_of:
+            self._wanters_of[mark] = placing.wanters(*mark)
+        return self._wanters_of[mark]
 
     def _begin(self, item: Item) -> _Pending:
         spec, layout = _spec_of(item.leaf), None
@@ -132,7 +157,8 @@ class Assembly:
             layout=layout,
             boxes=[None] * count,
             shards=[None] * (len(layout.places) if layout else 0),
-            by_shard=layout is not None and spec.nbytes > _PLACE_WHOLE_NBYTES,
+            by_shard=layout is not None
+            and (spec.nbytes > _PLACE_WHOLE_NBYTES or not layout.places),
             left=count,
         )
         self._pending.append(pending)
@@ -209,8 +235,14 @@ class Assembly:
         """All leaves."""
         for pending in self._pending:
             if pending.by_shard:
-                shape, sharding = pending.spec.shape, pending.item.sharding
-                self._finish(pending, placing.assemble(shape, sharding, pending.shards))
+                name = pending.item.target.want.dtype or pending.spec.dtype
+                array = placing.assemble(
+                    pending.spec.shape,
+                    pending.item.sharding,
+                    pending.shards,
+                    dtype=dtypes.dtype_of(name),
+                )
+                self._finish(pending, array)
         return self._results
 
 
@@ -218,6 +250,12 @@ def _spec_of(leaf: Leaf) -> ArraySpec:
     if leaf.spec is None:
         raise CheckpointError(f"{leaf.text} is not an array")
     return leaf.spec
+
+
+def _own_numbers(pending: _Pending, boxes: Iterable[Box]) -> list[tuple[_Pending, int]]:
+    """Where each box goes: its number among those that this process holds, -1 if it does not."""
+    number_of = {box: at for at, box in enumerate(pending.wanted)}
+    return [(pending, number_of.get(box, -1)) for box in boxes]
 
 
 def _from_boxes(pending: _Pending, layout: placing.Layout) -> jax.Array:

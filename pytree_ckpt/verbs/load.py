@@ -1,7 +1,8 @@
 """Load a checkpoint: describe the target, compare, plan, read and verify, place, assemble."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from pytree_ckpt.errors import CheckpointError, IntegrityError, Mismatch, Mismat
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.jaxio import monitoring, processes, targets
+from pytree_ckpt.jaxio.coordination import Session
 from pytree_ckpt.jaxio.targets import Target, TargetTree
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan import compare
@@ -19,8 +21,10 @@ from pytree_ckpt.progress import showing
 from pytree_ckpt.store.checks import ReadStats
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader
+from pytree_ckpt.store.requests import Filled
 from pytree_ckpt.sweeps import no_sweeps
 from pytree_ckpt.verbs.assembly import Assembly, Item
+from pytree_ckpt.verbs.striping import StripedReader
 
 _LOG = logging.getLogger("pytree_ckpt")
 
@@ -61,7 +65,7 @@ def load(
         unstack: Leaves that become one for each index of their leading dimension:
             `{"params/layers": "params/layer_{}"}`.
         verify: Check every digest. Without it a flipped bit is loaded as it is.
-        options: Memory bound and threads.
+        options: Memory bound and threads; whether processes read for one another.
 
     Raises:
         MismatchError: The target does not fit, with every reason; no array data was read.
@@ -69,6 +73,7 @@ def load(
         NotFoundError: No committed checkpoint is there.
         FormatError: The manifest is damaged, or (`NewerFormatError`) of a newer release.
         UnsupportedLeafError: The target has leaves that ask for nothing storable.
+        PeerError, PeerTimeoutError: A striped load failed on another process.
 
     Example:
         >>> import tempfile, numpy as np, pytree_ckpt as pc
@@ -77,30 +82,41 @@ def load(
         ...     pc.load(folder + "/ckpt", {"scale": np.zeros(2, np.float32), "step": 0})
         {'scale': array([1., 2.], dtype=float32), 'step': 7}
     """
-    location = locate(path)
     options = options or LoadOptions()
     clock = StageClock()
-    manifest, held = location.open_to_read()
-    with held:
-        with clock.stage("plan"), no_sweeps():
-            wanted = None if target is None else targets.describe_target(target, mesh=mesh)
-            saved = restructure(
-                manifest,
-                rename=rename,
-                stack=stack,
-                unstack=unstack,
-                like=None if wanted is None else wanted.tree,
-            )
-            wanted = wanted or _everything(manifest, saved)
-            items, skipped = _resolve(
-                manifest,
-                saved,
-                wanted,
-                mesh,
-                reshard=reshard,
-                cast=cast,
-                partial=partial,
-            )
+    with ExitStack() as held:
+        session = None
+        if options.striped and processes.process_count() > 1:
+            session = Session(f"the load of {path}", timeout_s=options.timeout_s)
+            held.enter_context(session)
+
+        def plan() -> tuple[Location, Manifest, TargetTree, list[Item], Sequence[Leaf]]:
+            location = locate(path)
+            manifest, lock = location.open_to_read()
+            held.enter_context(lock)
+            with clock.stage("plan"), no_sweeps():
+                wanted = None if target is None else targets.describe_target(target, mesh=mesh)
+                saved = restructure(
+                    manifest,
+                    rename=rename,
+                    stack=stack,
+                    unstack=unstack,
+                    like=None if wanted is None else wanted.tree,
+                )
+                wanted = wanted or _everything(manifest, saved)
+                items, skipped = _resolve(
+                    manifest,
+                    saved,
+                    wanted,
+                    mesh,
+                    reshard=reshard,
+                    cast=cast,
+                    partial=partial,
+                )
+            return location, manifest, wanted, items, skipped
+
+        planned = plan() if session is None else session.agreed(plan)
+        location, manifest, wanted, items, skipped = planned
         try:
             leaves, stats = _read(
                 location,
@@ -110,13 +126,14 @@ def load(
                 verify=verify,
                 options=options,
                 clock=clock,
+                session=session,
             )
         except IntegrityError:
             _check_still_there(location, manifest)
             raise
     _LOG.log(
         logging.DEBUG if processes.process_index() else logging.INFO,
-        "loaded %s: %d leaves, %d bytes in %d chunks%s; %s",
+        "loaded %s: %d leaves, %d bytes in %d chunks read by this process%s; %s",
         location,
         len(leaves),
         stats.nbytes,
@@ -125,6 +142,7 @@ def load(
         clock,
     )
     monitoring.record("load", clock.seconds)
+    monitoring.record_read("load", stats.nbytes)
     if wanted.treedef is None:
         return wanted.tree.build(leaves)
     return jax.tree_util.tree_unflatten(wanted.treedef, leaves)
@@ -214,16 +232,18 @@ def _read(
     verify: bool,
     options: LoadOptions,
     clock: StageClock,
+    session: Session | None,
 ) -> tuple[list[Any], ReadStats]:
-    """The leaves of the result, in the order of the target, and what was read."""
-    assembly = Assembly(count)
-    with clock.stage("plan"):
-        requests = assembly.requests(items)
+    """The leaves of the result, in the order of the target, and what was read.
+
+    With a session the load is striped.
+    """
+    assembly = Assembly(count, for_all=session is not None)
+    total = 0
     follows = processes.process_index() > 0
     if not follows:
-        _LOG.info("reading %s: %d arrays", location, len(requests))
+        _LOG.info("reading %s: %d arrays", location, sum(i.leaf.spec is not None for i in items))
     with showing(f"loading {location}", False if follows else options.progress) as progress:
-        total = sum(request.plan.nbytes_read for request in requests) if progress else 0
         reader = CheckpointReader(
             location,
             manifest,
@@ -232,8 +252,22 @@ def _read(
             clock=clock,
             on_read=progress and (lambda nbytes: progress(nbytes, total)),
         )
-        assembly.put_values(items, reader)
-        for group in reader.read(requests):
+
+        def plan() -> Iterator[list[Filled]]:
+            nonlocal total
+            with clock.stage("plan"):
+                requests = assembly.requests(items)
+            assembly.put_values(items, reader)
+            if session is None:
+                total = sum(request.plan.nbytes_read for request in requests)
+                return reader.read(requests)
+            wanters = assembly.wanters
+            striped = StripedReader(reader, requests, wanters, options=options, clock=clock)
+            total = striped.nbytes
+            return striped.read(session)
+
+        # No name for what is iterated: its threads end with the loop, not with a traceback.
+        for group in plan() if session is None else session.agreed(plan):
             with clock.stage("place"):
                 assembly.place(group)
     return assembly.finish(), reader.stats
