@@ -337,11 +337,11 @@ def rows_of(count: int) -> dict[str, Any]:
     return {f"w{n}": numbers(n, LARGE) for n in range(count)}
 
 
-def save_rows(path: str, count: int = 4) -> None:
+def save_rows(path: str, count: int = 2) -> None:
     pc.save(path, {name: sharded(value, "all") for name, value in rows_of(count).items()})
 
 
-def load_as(path: str, *spec: Any, count: int = 4, **options: Any) -> int:
+def load_as(path: str, *spec: Any, count: int = 2, **options: Any) -> int:
     """Load what was cut by rows with another spec, compare; bytes that this process read."""
     target = {name: sharded(value, *spec) for name, value in rows_of(count).items()}
     with Counting() as read:
@@ -386,11 +386,11 @@ def test_storage_is_read_once_when_striped_and_by_each_process_when_not(
     cluster: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     members: Cluster = request.getfixturevalue(cluster)
-    count, path, once = len(members.members), str(tmp_path / "a"), 4 * 8 * MIB
+    count, path, once = len(members.members), str(tmp_path / "a"), 2 * 8 * MIB
     members.run(save_rows, path)
     assert sum(members.run(load_as, path)) == count * once
     for spec in ((), (None, "all")):  # replicated, transposed
-        for bound in (256 * MIB, 2 * MIB):
+        for bound in (256 * MIB, 8 * MIB):
             read = members.run(load_as, path, *spec, striped=True, max_inflight_bytes=bound)
             assert sum(read) == once
             assert max(read) <= 1.2 * once / count
