@@ -252,6 +252,15 @@ def test_a_mesh_for_the_saved_specs_must_be_one(tmp_path: Path, mesh_8: jax.shar
         pc.load(tmp_path, mesh={"data": 8})
 
 
+def test_a_mesh_without_an_axis_of_the_saved_spec_is_named(
+    tmp_path: Path, mesh_8: jax.sharding.Mesh, mesh_4x2: jax.sharding.Mesh
+) -> None:
+    sharding = jax.sharding.NamedSharding(mesh_4x2, jax.sharding.PartitionSpec("model"))
+    pc.save(tmp_path, {"w": jax.device_put(np.ones(8), sharding)})
+    with pytest.raises(pc.MismatchError, match=r"the mesh has no axis 'model', but \('data',\)"):
+        pc.load(tmp_path, mesh=mesh_8, reshard=True)
+
+
 def test_a_progress_that_raises_fails_the_save_which_commits_nothing(tmp_path: Path) -> None:
     def progress(done: int, total: int) -> None:
         raise RuntimeError("no more paper")

@@ -157,6 +157,9 @@ def named(mesh: jax.sharding.Mesh, sharding: Named) -> NamedSharding:
         TypeError: It is no mesh.
     """
     check_mesh(mesh)
+    lacking = [axis for axes in sharding.spec for axis in axes if axis not in mesh.axis_names]
+    if lacking:
+        raise ValueError(f"the mesh has no axis {lacking[0]!r}, but {mesh.axis_names}")
     return NamedSharding(mesh, rebuild_spec(sharding.spec), memory_kind=sharding.memory_kind)
 
 
