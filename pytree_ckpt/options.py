@@ -25,7 +25,8 @@ class SaveOptions:
         compress: `"zstd"` compresses each chunk; `None` stores raw bytes.
         max_inflight_bytes: Bound on the bytes that are copied or buffered at one time. A single
             request above it goes alone.
-        threads: Threads that write and hash; `None` takes one for each processor.
+        threads: Threads that write and hash; `None` takes one for each processor. On a disk a few
+            more wait until files are durable.
         timeout_s: With several processes, how long process 0 waits for the others when it has come
             to the same point; they wait twice as long for process 0. What one process takes longer
             to write than another counts. For an error that names who is missing, keep twice this

@@ -34,6 +34,9 @@ HostView = Callable[[int, Box], npt.NDArray[Any]]
 """`view(leaf, box)`: the elements of a box that this process holds, on the host."""
 _MOST_PARTS = 512
 """Of memory that are written in one call."""
+_WAITING = 12
+"""Threads more, where files take time to become durable: a disk makes many so at once."""
+_SLOW_SYNC_S = 1e-4
 
 
 class Writer:
@@ -114,8 +117,8 @@ class Writer:
             # First of all, because TensorStore would follow a link in its place.
             folder.make_folder()
         digests: dict[tuple[int, int], bytes] = {}
-        # One more than processors, because each waits until its file is durable.
-        with Workers(self._threads + 1, "pytree_ckpt-save", all_or_nothing=True) as pool:
+        count = self._threads + (_WAITING if self._is_slow(files=len(rows)) else 1)
+        with Workers(count, "pytree_ckpt-save", all_or_nothing=True) as pool:
             described = pool.submit(partial(f.write_new, text) for f, text in self._metadata())
             pending = []
             for leaf, of_leaf in itertools.groupby(self._order or rows, key=lambda row: row[0]):
@@ -146,6 +149,14 @@ class Writer:
                 digests=b"".join(packed),
             ),
         )
+
+    def _is_slow(self, *, files: int) -> bool:
+        """Whether threads would wait for the disk most of the time."""
+        if files <= self._threads:
+            return False
+        started = time.perf_counter()
+        (self._data / "arrays").sync()
+        return time.perf_counter() - started > _SLOW_SYNC_S
 
     def _shard_jobs(
         self, store: ts.TensorStore | None, rows: Sequence[tuple[int, int]]
