@@ -259,11 +259,17 @@ class Table:
         print(f"{name:<52}{row}", flush=True)
 
     def add(self, name: str, campaign) -> None:
+        from tests.faults.judge import Tally
+
         if isinstance(campaign, str):
             print(f"{name:<52}  skipped: {campaign}", flush=True)
             return
         started = time.monotonic()
-        found = campaign()
+        try:
+            found = campaign()
+        except Exception as error:  # noqa: BLE001 - a finding; the others are still tried
+            found = Tally()
+            found.wrong("failed", f"{type(error).__name__}: {error}")
         self._total.add(found, where=name)
         self._show(name, found, time.monotonic() - started)
         for note in found.notes[:5]:

@@ -24,9 +24,12 @@ from tests.cluster import Cluster, Dead, Failed
 from tests.faults.judge import Tally
 
 TIMEOUT_S = 2.0
+"""Of the saves that something befalls."""
 HEARTBEAT_S = 20
 SPARE_S = 15.0
 """For slow machines; a process without a deadline would take longer by far."""
+PATIENCE_S = 60.0
+"""Of the saves and loads that nothing befalls."""
 BEFORE_THE_OUTCOME = "after its commit, before the others know"
 PHASES: dict[str, tuple[Any, str]] = {
     "before it comes": (SaveJob, "run"),
@@ -67,8 +70,8 @@ def own(step: int) -> pc.PerProcess:
     return pc.PerProcess({"process": jax.process_index(), "at": step})
 
 
-def save(root: str, step: int) -> None:
-    options = pc.SaveOptions(timeout_s=TIMEOUT_S)
+def save(root: str, step: int, timeout_s: float = PATIENCE_S) -> None:
+    options = pc.SaveOptions(timeout_s=timeout_s)
     with pc.CheckpointManager(root, keep=None, save_options=options) as manager:
         manager.save(step, state(step))
 
@@ -78,9 +81,9 @@ def save_under_fault(root: str, step: int, fault: str, victim: int, phase: str) 
     import jax
 
     if jax.process_index() != victim:
-        return save(root, step)
+        return save(root, step, TIMEOUT_S)
     with acting_before(*PHASES[phase], lambda: _strike(fault), only_the_end=phase):
-        save(root, step)
+        save(root, step, TIMEOUT_S)
     return None
 
 
@@ -114,7 +117,7 @@ def _strike(fault: str) -> None:
 
 def resume(root: str) -> int:
     """Restore the newest step, compare it, save the next one."""
-    options = pc.LoadOptions(timeout_s=TIMEOUT_S)
+    options = pc.LoadOptions(timeout_s=PATIENCE_S)
     with pc.CheckpointManager(root, keep=None, load_options=options) as manager:
         found = manager.restore(state(0))
     step = int(found["step"])
@@ -158,7 +161,11 @@ def campaign(
     tally = Tally()
     for number, phase in enumerate(phases):
         own = root / f"{fault}-{victim}-{number}"
-        tally.add(_case(clusters, own, fault, victim, phase), where=phase)
+        try:
+            tally.add(_case(clusters, own, fault, victim, phase), where=phase)
+        except BaseException:
+            clusters.close()  # it may still be busy with what failed
+            raise
     return tally
 
 

@@ -76,6 +76,18 @@ def test_one_number_that_is_not_zero_is_an_error(
     assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["all", "4"]
 
 
+def test_a_campaign_that_raises_is_an_error_and_the_next_one_is_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = Table()
+    table.add("bad", lambda: 1 // 0)
+    table.add("good", lambda: Tally(points=3))
+    assert table.finish() == 1
+    out = capsys.readouterr().out
+    assert "ZeroDivisionError" in out
+    assert out.splitlines()[-1].split()[:2] == ["all", "3"]
+
+
 def test_a_mutant_that_nobody_catches_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
