@@ -82,6 +82,7 @@ WRONG: dict[str, Wrong] = {
     "open: options": (lambda ckpt: pc.open(ckpt, options=_EMPTY), TypeError, "not {}"),
     "verify: options": (lambda ckpt: pc.verify(ckpt, options=_OPTIONS), TypeError, _LOAD_OPTIONS),
     "diff: options": (lambda ckpt: pc.diff(ckpt, ckpt, options=_OPTIONS), TypeError, _LOAD_OPTIONS),
+    "load: options": (lambda ckpt: pc.load(ckpt, options=_OPTIONS), TypeError, _LOAD_OPTIONS),
     "load: mesh": (
         lambda ckpt: pc.load(ckpt, {"a": 1}, mesh="data"),
         TypeError,

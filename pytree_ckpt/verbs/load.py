@@ -14,7 +14,7 @@ from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.jaxio import monitoring, processes, targets
 from pytree_ckpt.jaxio.coordination import Session
 from pytree_ckpt.jaxio.targets import Target, TargetTree
-from pytree_ckpt.options import LoadOptions
+from pytree_ckpt.options import LoadOptions, given_or_default
 from pytree_ckpt.plan import compare
 from pytree_ckpt.plan.restructure import Restructured, Rules, restructure
 from pytree_ckpt.progress import showing
@@ -82,7 +82,7 @@ def load(
         ...     pc.load(folder + "/ckpt", {"scale": np.zeros(2, np.float32), "step": 0})
         {'scale': array([1., 2.], dtype=float32), 'step': 7}
     """
-    options = options or LoadOptions()
+    options = given_or_default(options, LoadOptions)
     clock = StageClock()
     with ExitStack() as held:
         session = None
