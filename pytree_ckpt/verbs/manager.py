@@ -8,7 +8,6 @@ from typing import Any, Literal, Self, TypeVar
 
 import jax
 
-from pytree_ckpt.errors import CheckpointError, ExistsError, NotFoundError
 from pytree_ckpt.format.steps import StepNames, checked_step
 from pytree_ckpt.jaxio.coordination import decided
 from pytree_ckpt.options import LoadOptions, SaveOptions
@@ -16,7 +15,6 @@ from pytree_ckpt.plan import retention
 from pytree_ckpt.plan.restructure import Rules
 from pytree_ckpt.plan.retention import Decision, Keep
 from pytree_ckpt.store import health
-from pytree_ckpt.store.health import StepState
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.verbs.load import load
 from pytree_ckpt.verbs.pending import PendingSave
@@ -24,6 +22,7 @@ from pytree_ckpt.verbs.preemption import Preempted, listen
 from pytree_ckpt.verbs.restoring import OnDamage, load_first_whole
 from pytree_ckpt.verbs.rotation import Rotation, infos_of
 from pytree_ckpt.verbs.save import start_save
+from pytree_ckpt.verbs.tiers import Tier
 
 _LOG = logging.getLogger("pytree_ckpt")
 T = TypeVar("T")
@@ -86,8 +85,8 @@ class CheckpointManager:
                 raise ValueError(f"{name} must be positive, not {value!r}")
         self._root = locate(root)
         self._keep = keep
-        self._names = StepNames(prefix=prefix, width=width)
-        self._rotation = Rotation(self._root, self._names, keep)
+        self._near = Tier(root=self._root, names=StepNames(prefix=prefix, width=width))
+        self._rotation = Rotation(self._root, self._near.names, keep)
         self._save_every = save_every
         self._save_every_seconds = save_every_seconds
         self._background = background
@@ -169,11 +168,11 @@ class CheckpointManager:
         else:
             self.wait()
         replaces = self._decided(
-            "whether to replace a step", lambda: self._check_order(number, overwrite=overwrite)
+            "whether to replace a step", lambda: self._near.replaces(number, overwrite=overwrite)
         )
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._pending = pending = start_save(
-            str(self._root / self._names.name(number)),
+            str(self._near.place(number)),
             tree,
             overwrite=replaces,
             base=self._base(number),
@@ -198,25 +197,8 @@ class CheckpointManager:
     def _base(self, step: int) -> str | None:
         if not self._link_unchanged:
             return None
-        found = health.latest_whole(self._root, self._names, below=step)
+        found = health.latest_whole(self._root, self._near.names, below=step)
         return None if found is None else str(found)
-
-    def _check_order(self, step: int, *, overwrite: bool) -> bool:
-        """Whether the step replaces one that is there.
-
-        Raises:
-            ExistsError: It may not, or there is a later one.
-        """
-        steps = self._root.committed_steps(self._names)
-        in_the_way = [s for s in steps if s >= step and not self._is_marked(s)]
-        if step in in_the_way and not overwrite:
-            raise ExistsError(f"step {step} exists in {self._root}; overwrite=True replaces it")
-        if in_the_way and step not in in_the_way:
-            raise ExistsError(
-                f"step {step} is below the latest step {in_the_way[-1]} of {self._root}; go on in "
-                f"another root, or delete the later steps with rollback({step})"
-            )
-        return step in steps
 
     def wait(self) -> None:
         """Wait for the save under way.
@@ -232,7 +214,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Committed steps that are not known to be damaged, ascending."""
-        return [state.step for state in self._look() if not state.is_damaged]
+        return [state.step for state in self._near.look() if not state.is_damaged]
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`, None if there is none."""
@@ -241,15 +223,12 @@ class CheckpointManager:
 
     def best_step(self, metric: str, mode: retention.BestMode = "min") -> int | None:
         """The step with the best value of a metric, None if no step has it."""
-        best = retention.best_of(infos_of(self._look()), (metric, mode, 1))
+        best = retention.best_of(infos_of(self._near.look()), (metric, mode, 1))
         return best[0].step if best else None
 
     def decision(self, *, now: float | None = None) -> Decision:
         """What `keep` would keep and delete now, and why; nothing is deleted."""
         return self._rotation.decision(now=now)
-
-    def _look(self) -> list[StepState]:
-        return health.look(self._root, self._names)
 
     # --- restoring ------------------------------------------------------------------------------
 
@@ -289,9 +268,9 @@ class CheckpointManager:
         self.wait()
         timeout_s = (self._load_options or LoadOptions()).timeout_s
         what = f"the choice of a step in {self._root}"
-        wanted = decided(what, lambda: self._candidates(step), timeout_s=timeout_s)
+        wanted = decided(what, lambda: self._near.candidates(step), timeout_s=timeout_s)
         return load_first_whole(
-            [(number, self._root / self._names.name(number)) for number in wanted],
+            [(number, self._near.place(number)) for number in wanted],
             lambda location: load(
                 str(location),
                 target,
@@ -309,21 +288,6 @@ class CheckpointManager:
             timeout_s=timeout_s,
         )
 
-    def _candidates(self, step: int | Literal["latest"]) -> list[int]:
-        """Steps to try, in order; those marked as damaged only if asked for, or all are."""
-        steps = self._root.committed_steps(self._names)[::-1]
-        whole = [s for s in steps if not self._is_marked(s)]
-        if step != "latest":
-            if checked_step(step) not in steps:
-                raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")
-            return [step, *(s for s in whole if s < step)]
-        if not steps:
-            raise NotFoundError(f"there is no checkpoint in {self._root}")
-        return whole or steps
-
-    def _is_marked(self, step: int) -> bool:
-        return health.is_marked(self._root / self._names.name(step))
-
     # --- deleting -------------------------------------------------------------------------------
 
     def rollback(self, step: int) -> list[int]:
@@ -334,19 +298,7 @@ class CheckpointManager:
             CheckpointError: A later step is being read or is a link; it and those below it stay.
         """
         self.wait()
-        return self._decided("what to delete", lambda: self._rollback(step))
-
-    def _rollback(self, step: int) -> list[int]:
-        steps = self._root.committed_steps(self._names)
-        if checked_step(step) not in steps:
-            raise NotFoundError(f"there is no step {step} in {self._root}; it has {steps}")
-        later = [s for s in reversed(steps) if s > step]
-        self._root.settle(self._names, [s for s in steps if s <= step])
-        for number in later:
-            path = self._root / self._names.name(number)
-            if not path.delete():
-                raise CheckpointError(f"step {number} is in use or a link, delete it first: {path}")
-        return later
+        return self._decided("what to delete", lambda: self._near.roll_back(step))
 
     # --- ending ---------------------------------------------------------------------------------
 
@@ -388,7 +340,7 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         try:
-            states = self._look()
+            states = self._near.look()
         except OSError as error:
             return f"CheckpointManager({str(self._root)!r}, unreadable: {error})"
         good = [str(state.step) for state in states if state.is_good]

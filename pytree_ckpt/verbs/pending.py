@@ -1,4 +1,4 @@
-"""A save that goes on in the background."""
+"""Work that goes on in the background, such as a save."""
 
 import atexit
 import logging
@@ -6,18 +6,25 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from pytree_ckpt.format.manifest import Manifest
 
 _LOG = logging.getLogger("pytree_ckpt")
+T = TypeVar("T")
 
 
-class PendingSave:
-    """A save under way. Its failure is never lost: `result` raises it, or the exit reports it."""
+class Background(Generic[T]):
+    """Work under way. Its failure is never lost: `result` raises it, or the exit reports it.
 
-    def __init__(self, work: Callable[[], Manifest], what: str) -> None:
+    Args:
+        work: What is done in a thread of its own.
+        what: What it is, in messages: "the save to /a/b".
+    """
+
+    def __init__(self, work: Callable[[], T], what: str) -> None:
         self._what = what
-        self._manifest: Manifest | None = None
+        self._found: list[T] = []
         self._error: BaseException | None = None
         self._finished = threading.Event()
         # Not a daemon: the interpreter waits for it before it exits.
@@ -28,27 +35,27 @@ class PendingSave:
         finally:
             self._go_on.set()
 
-    def _run(self, work: Callable[[], Manifest]) -> None:
+    def _run(self, work: Callable[[], T]) -> None:
         # A thread that has started keeps the interpreter for a while (5 ms). It is the caller's
         # turn: without this wait every save would block the loop for that long.
         self._go_on.wait()
         try:
-            self._manifest = work()
+            self._found.append(work())
         except BaseException as error:  # noqa: BLE001 - raised by result(), or reported at exit
             self._error = error
             # Its frames hold parts of the snapshot, and it may be kept for long.
             traceback.clear_frames(error.__traceback__)
-            _LOG.error("the save to %s failed: %s", self._what, error)
+            _LOG.error("%s failed: %s", self._what, error)
             atexit.register(self._report)
         finally:
             self._finished.set()
 
     def _report(self) -> None:
         kind = type(self._error).__name__
-        sys.stderr.write(f"pytree_ckpt: the save to {self._what} failed: {kind}: {self._error}\n")
+        sys.stderr.write(f"pytree_ckpt: {self._what} failed: {kind}: {self._error}\n")
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether it has ended, well or not."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -56,30 +63,36 @@ class PendingSave:
         return self._finished.wait(timeout)
 
     def exception(self) -> BaseException | None:
-        """What the save failed with, None if it did not or is under way; it counts as seen."""
+        """What it failed with, None if it did not or is under way; it counts as seen."""
         if not self._finished.is_set():
             return None
         if self._error is not None:
             atexit.unregister(self._report)
         return self._error
 
-    def result(self, timeout: float | None = None) -> Manifest:
-        """The manifest, once the checkpoint is durable.
+    def result(self, timeout: float | None = None) -> T:
+        """What the work returned, once it is done; of a save the manifest, once it is durable.
 
         Raises:
-            TimeoutError: The save has not ended after `timeout` seconds; it goes on.
-            Exception: What the save failed with; nothing was committed.
+            TimeoutError: It has not ended after `timeout` seconds; it goes on.
+            Exception: What it failed with; nothing was committed.
         """
         if not self._finished.wait(timeout):
-            raise TimeoutError(f"the save to {self._what} has not ended after {timeout} s")
+            raise TimeoutError(f"{self._what} has not ended after {timeout} s")
         self._thread.join()
         error = self.exception()
         if error is not None:
             raise error
-        if self._manifest is None:
-            raise RuntimeError(f"the save to {self._what} ended without a manifest")
-        return self._manifest
+        return self._found[0]
+
+
+class PendingSave(Background[Manifest]):
+    """A save under way. Its failure is never lost: `result` raises it, or the exit reports it."""
+
+    def __init__(self, work: Callable[[], Manifest], path: str) -> None:
+        super().__init__(work, f"the save to {path}")
+        self._path = path
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error else "done"
-        return f"PendingSave({self._what!r}, {state})"
+        return f"PendingSave({self._path!r}, {state})"
