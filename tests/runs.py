@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import pytree_ckpt as pc
-from pytree_ckpt.store import commit, disk, health, roots, writing
-from pytree_ckpt.verbs import load, manager, pending, preemption, save
+from pytree_ckpt.store import commit, copying, disk, health, roots, writing
+from pytree_ckpt.verbs import load, manager, mirroring, pending, preemption, save
 
 PATIENCE_S = 60
 """Longer than anything here takes; a process that runs so long is ended, and the test fails."""
 Scenario = Callable[..., None]
-LOADED = (load, manager, pending, preemption, save)  # before the fork, not after each
+LOADED = (load, manager, mirroring, pending, preemption, save)  # before the fork, not after each
 
 
 def state(step: int) -> dict[str, Any]:
@@ -286,6 +286,65 @@ def be_killed(root: str, point: str, last: int, here: str) -> None:
     own.wait()
     act_before(*POINTS[point], stop)
     own.save(3, state(3))
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+COPY_POINTS: dict[str, tuple[Any, str]] = {
+    "before its first file": (mirroring, "copy_data"),
+    "between two files": (copying, "_bytes_of"),
+    "before it is read back": (mirroring, "verify_data"),
+    "before its commit": (commit.Attempt, "commit"),
+    "within its commit": (commit.Attempt, "_create"),
+    "after its commit": (health, "unmark"),
+    "within a deletion": (disk, "remove_tree"),
+}
+
+
+def copy_and_be_killed(root: str, far: str, point: str, here: str) -> None:
+    """Two steps are copied; the copy of the third comes to `point` and no further."""
+    reached = Line(here)
+
+    def stop() -> None:
+        reached.tell()
+        threading.Event().wait()
+
+    def copying_begins() -> None:
+        if point != "before its first file":
+            act_before(*COPY_POINTS[point], stop)
+        else:
+            stop()
+
+    own = pc.CheckpointManager(root, mirror=far, keep=None, mirror_keep=pc.Keep(last=2))
+    for step in (1, 2):
+        own.save(step, state(step))
+        own.wait()
+    begin = (roots, "delete") if point == "within a deletion" else (mirroring, "copy_data")
+    act_before(*begin, copying_begins)
+    own.save(3, state(3))
+
+
+def be_preempted_with_a_mirror(root: str, far: str, when: str) -> None:
+    """The last step is due neither near nor far."""
+    with pc.CheckpointManager(
+        root, mirror=far, save_every=10, mirror_every=20, on_sigterm=True
+    ) as own:
+        for step in range(1, 37):
+            if step == 36 and when == "before the last save":
+                signal.raise_signal(signal.SIGTERM)
+            own.save(step, state(step))
+        own.save(37, state(37), force=True)
+        if when == "after the last save":
+            signal.raise_signal(signal.SIGTERM)
+    raise AssertionError("nobody stopped this run")
+
+
+def fail_to_copy(root: str, far: str, asks: str) -> None:
+    """The far place cannot be written, and somebody asks or nobody."""
+    own = pc.CheckpointManager(root, mirror=far)
+    own.save(7, state(7))
+    if asks == "wait":
+        expect(OSError, own.wait)
 
 
 # --- going on for long ----------------------------------------------------------------------------

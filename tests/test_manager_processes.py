@@ -294,6 +294,69 @@ def test_a_run_that_is_killed_loses_no_step_and_leaves_nothing_for_good(
     assert_nothing_is_left_over(root)
 
 
+# --- copies ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", runs.COPY_POINTS)
+def test_a_copy_that_is_killed_is_not_there_and_the_next_one_is(
+    processes: Runs, root: Path, tmp_path: Path, here: Line, point: str
+) -> None:
+    far = tmp_path / "far"
+    run = processes.start(runs.copy_and_be_killed, tmp_path, root, far, point, here.path)
+    here.wait()
+    run.kill(signal.SIGKILL)
+    assert run.end() == -signal.SIGKILL
+    assert newest(root) == 3
+    left = {"within a deletion": 2, "after its commit": 3}.get(point, 2)
+    assert newest(far) == left
+    with pc.CheckpointManager(root, mirror=far, keep=None, mirror_keep=pc.Keep(last=2)) as manager:
+        assert manager.latest_step() == 3
+        manager.save(4, runs.state(4))
+    assert pc.steps(far) == [left, 4]
+    assert newest(far) == 4
+    assert_nothing_is_left_over(far)
+
+
+@pytest.mark.parametrize(
+    ("when", "last"), [("before the last save", 36), ("after the last save", 37)]
+)
+def test_sigterm_copies_the_last_step_due_or_not(
+    processes: Runs, root: Path, tmp_path: Path, when: str, last: int
+) -> None:
+    far = tmp_path / "far"
+    run = processes.start(runs.be_preempted_with_a_mirror, tmp_path, root, far, when)
+    assert run.end() == 143, run.stderr
+    assert newest(root) == newest(far) == last
+    assert pc.steps(far)[0] == 20
+    assert_nothing_is_left_over(far)
+
+
+def test_sigterm_is_obeyed_also_without_the_mirror(
+    processes: Runs, root: Path, tmp_path: Path
+) -> None:
+    far = tmp_path / "far"
+    far.write_text("")
+    when = "before the last save"
+    run = processes.start(runs.be_preempted_with_a_mirror, tmp_path, root, far, when)
+    assert run.end() == 143, run.stderr
+    assert newest(root) == 36
+    (report,) = [line for line in run.stderr.splitlines() if line.startswith("pytree_ckpt: ")]
+    assert report.startswith(f"pytree_ckpt: a copy from {root} to {far} failed: NotADirectoryError")
+
+
+@pytest.mark.parametrize("asks", ["nobody", "wait"])
+def test_a_failed_copy_that_nobody_asked_for_is_reported_at_exit(
+    processes: Runs, root: Path, tmp_path: Path, asks: str
+) -> None:
+    far = tmp_path / "far"
+    far.write_text("")
+    run = processes.start(runs.fail_to_copy, tmp_path, root, far, asks)
+    assert run.end() == 0, run.stderr
+    reported = f"pytree_ckpt: a copy from {root} to {far} failed: " in run.stderr
+    assert reported == (asks == "nobody")
+    assert newest(root) == 7
+
+
 # --- for long -------------------------------------------------------------------------------------
 
 

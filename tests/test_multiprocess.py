@@ -4,6 +4,7 @@ import errno
 import inspect
 import logging
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -398,17 +399,17 @@ def test_the_default_deadlines_end_before_the_heartbeat_of_the_runtime() -> None
 # --- a loop ---------------------------------------------------------------------------------------
 
 
-def loop(root: str) -> list[int]:
+def loop(root: str, mirror: str | None = None) -> list[int]:
     """Four steps, of which two are kept."""
-    with pc.CheckpointManager(root, keep=pc.Keep(last=2)) as own:
+    with pc.CheckpointManager(root, keep=pc.Keep(last=2), mirror=mirror) as own:
         for step in range(1, 5):
             own.save(step, {**state(), "step": step})
     return own.steps()
 
 
-def restore(root: str, **options: Any) -> int:
+def restore(root: str, mirror: str | None = None, **options: Any) -> int:
     """Restore, compare, and tell which step it was."""
-    with pc.CheckpointManager(root) as own:
+    with pc.CheckpointManager(root, mirror=mirror) as own:
         target = state()
         found = own.restore(target, **options)
         assert_same({**found, "step": 12}, target)
@@ -438,6 +439,30 @@ def live_in_one_root(root: str) -> None:
 
 def test_a_run_loads_from_and_saves_to_one_root(pair: Cluster, tmp_path: Path) -> None:
     pair.run(live_in_one_root, str(tmp_path))
+
+
+def test_process_0_copies_for_all_and_all_restore_from_the_copy(
+    pair: Cluster, tmp_path: Path
+) -> None:
+    root, far = str(tmp_path / "root"), str(tmp_path / "far")
+    pair.run(loop, root, far)
+    assert pc.steps(far)[-1] == 4
+    copy = pc.read_manifest(pc.step_path(far, 4))
+    assert copy == pc.read_manifest(pc.step_path(root, 4))
+    assert copy.process_count == 2
+    flip(next(Path(root).glob("step_00000004/data-*/arrays/large/c.3.1")))  # of process 1
+    assert pair.run(restore, root, far, on_damage="previous") == [4, 4]
+    shutil.rmtree(root)
+    assert pair.run(restore, root, far) == [4, 4]
+
+
+def test_what_a_copy_fails_with_is_raised_on_all_processes(pair: Cluster, tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    far.write_text("")
+    failed = pair.outcomes(loop, str(tmp_path / "root"), str(far))
+    assert [one.kind for one in failed] == ["NotADirectoryError", "PeerError"]
+    assert all(str(far) in one.text for one in failed)
+    assert pc.steps(tmp_path / "root") == [3, 4]
 
 
 def test_damage_that_one_process_meets_is_damage_for_all(pair: Cluster, tmp_path: Path) -> None:

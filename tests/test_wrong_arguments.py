@@ -204,6 +204,26 @@ WRONG: dict[str, Wrong] = {
         TypeError,
         r"keep must be Keep\(...\), such as Keep\(last=3\), not 3",
     ),
+    "mirror": (
+        lambda ckpt: pc.CheckpointManager(ckpt, mirror=_THREE),
+        TypeError,
+        "a path must be a str or a pathlib.Path, not int",
+    ),
+    "mirror_every": (
+        lambda ckpt: pc.CheckpointManager(ckpt, mirror="memory://a", mirror_every=0),
+        ValueError,
+        "mirror_every must be an int of at least 1, not 0",
+    ),
+    "mirror_every without a mirror": (
+        lambda ckpt: pc.CheckpointManager(ckpt, mirror_every=10),
+        ValueError,
+        "mirror_every=10 without a mirror",
+    ),
+    "mirror_keep": (
+        lambda ckpt: pc.CheckpointManager(ckpt, mirror="memory://a", mirror_keep=_THREE),
+        TypeError,
+        r"mirror_keep must be Keep\(...\), 'same' or None, not 3",
+    ),
     "keep: best": (
         lambda _: pc.Keep(best=("loss", "min")),
         ValueError,

@@ -137,8 +137,12 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def attempt(path: Path, *, overwrite: bool, needed_nbytes: int) -> Iterator["Attempt"]:
+def attempt(
+    path: Path, *, overwrite: bool, needed_nbytes: int, nonce: str | None = None
+) -> Iterator["Attempt"]:
     """One save: a data folder of its own, which is removed unless the block commits.
+
+    With a nonce the folder is named by it; one that a dead attempt left is removed first.
 
     Raises:
         ExistsError: There is a checkpoint and `overwrite` is False.
@@ -149,7 +153,7 @@ def attempt(path: Path, *, overwrite: bool, needed_nbytes: int) -> Iterator["Att
     try:
         reclaim(path)
         _check_space(path, needed_nbytes)
-        nonce, lock = _fresh_data_dir(path, made)
+        nonce, lock = _fresh_data_dir(path, made, nonce)
     except BaseException:
         _remove_empty(made)
         raise
@@ -215,13 +219,15 @@ def _check_space(path: Path, needed_nbytes: int) -> None:
         )
 
 
-def _fresh_data_dir(path: Path, made: list[Path]) -> tuple[str, disk.FolderLock]:
+def _fresh_data_dir(
+    path: Path, made: list[Path], wanted: str | None
+) -> tuple[str, disk.FolderLock]:
     """A new data folder, locked before a reclaimer could take it for a leftover.
 
     A reclaimer may also have taken `path` while it was empty; it is then made again.
     """
     while True:
-        nonce = secrets.token_hex(16)
+        nonce = wanted or secrets.token_hex(16)
         try:
             (path / f"data-{nonce}").mkdir()
         except FileNotFoundError:

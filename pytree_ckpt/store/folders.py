@@ -63,9 +63,11 @@ class Folder(Location):
         commit.check_free(self.path, overwrite=overwrite)
 
     def attempt(
-        self, *, overwrite: bool, needed_nbytes: int, writers: int = 1
+        self, *, overwrite: bool, needed_nbytes: int, writers: int = 1, nonce: str | None = None
     ) -> AbstractContextManager[Attempt]:
-        return commit.attempt(self.path, overwrite=overwrite, needed_nbytes=needed_nbytes)
+        return commit.attempt(
+            self.path, overwrite=overwrite, needed_nbytes=needed_nbytes, nonce=nonce
+        )
 
     def sees(self, nonce: str) -> bool:
         return commit.sees(self.path, nonce)

@@ -119,9 +119,11 @@ class Location(ABC):
 
     @abstractmethod
     def attempt(
-        self, *, overwrite: bool, needed_nbytes: int, writers: int = 1
+        self, *, overwrite: bool, needed_nbytes: int, writers: int = 1, nonce: str | None = None
     ) -> AbstractContextManager[Attempt]:
         """One save of so many processes; what it wrote is removed unless the block commits.
+
+        A copy has the nonce of what it is a copy of.
 
         Raises:
             ExistsError: There is a checkpoint and `overwrite` is False.

@@ -86,7 +86,7 @@ def check_free(objects: Objects, key: str, *, overwrite: bool) -> bytes:
 
 @contextlib.contextmanager
 def attempt(
-    objects: Objects, key: str, *, overwrite: bool, writers: int = 1
+    objects: Objects, key: str, *, overwrite: bool, writers: int = 1, nonce: str | None = None
 ) -> Iterator["ObjectAttempt"]:
     """One save: what it wrote is removed unless the block commits.
 
@@ -97,7 +97,7 @@ def attempt(
     """
     generation = check_free(objects, key, overwrite=overwrite)
     reclaim(objects, key, objects.names(f"{key}/"), take_over=False)
-    current = ObjectAttempt(objects, key, generation)
+    current = ObjectAttempt(objects, key, generation, nonce)
     try:
         if writers > 1 and not current.is_conditional:
             raise CheckpointError(
@@ -114,8 +114,10 @@ def attempt(
 class ObjectAttempt:
     """A save that is under way below `data-<nonce>/`."""
 
-    def __init__(self, objects: Objects, key: str, generation: bytes) -> None:
-        self.nonce = secrets.token_hex(16)
+    def __init__(
+        self, objects: Objects, key: str, generation: bytes, nonce: str | None = None
+    ) -> None:
+        self.nonce = nonce or secrets.token_hex(16)
         self.committed = False
         self._objects = objects
         self._key = key
@@ -181,6 +183,8 @@ class ObjectAttempt:
     def abandon(self) -> None:
         """Take back what this save wrote. What cannot be removed now is reclaimed later."""
         with contextlib.suppress(OSError):
+            if self._objects.read(self._writer)[0] not in (self._mark, _TAKEN, None):
+                return  # Another process copies the same checkpoint here.
             if _named(self._objects, self._key) not in (self.nonce, _UNKNOWN):
                 self._objects.remove_below(f"{self._key}/{data_dir(self.nonce)}/")
                 self._objects.remove(self._writer)

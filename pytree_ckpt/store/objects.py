@@ -24,6 +24,8 @@ _LOST = b""
 
 _ANSWER_S = 60.0
 """A request for a small object that takes longer than this has failed."""
+_SLOWEST = 1 << 18
+"""A large object may take longer: at least so many bytes a second must come through."""
 _RETRIES = {"max_retries": 5, "initial_delay": "100ms", "max_delay": "1s"}
 """A busy store is asked again for about two seconds; so a dead one is reported after as long."""
 _STALLED_S = "20"
@@ -47,7 +49,8 @@ class Objects:
     def put(self, key: str, data: bytes) -> bytes:
         """Write an object, whatever is there; its generation."""
         with self._doing("writing", key):
-            return bytes(self.store.write(key, data).result(timeout=_ANSWER_S).generation)
+            timeout_s = _ANSWER_S + len(data) / _SLOWEST
+            return bytes(self.store.write(key, data).result(timeout=timeout_s).generation)
 
     def put_if(self, key: str, data: bytes | None, *, generation: bytes) -> bytes | None:
         """Write an object, or delete it with None, if what is there has this generation.

@@ -90,9 +90,11 @@ class Prefix(Location):
         object_commit.check_free(self.objects, self.key, overwrite=overwrite)
 
     def attempt(
-        self, *, overwrite: bool, needed_nbytes: int, writers: int = 1
+        self, *, overwrite: bool, needed_nbytes: int, writers: int = 1, nonce: str | None = None
     ) -> AbstractContextManager[Attempt]:
-        return object_commit.attempt(self.objects, self.key, overwrite=overwrite, writers=writers)
+        return object_commit.attempt(
+            self.objects, self.key, overwrite=overwrite, writers=writers, nonce=nonce
+        )
 
     def sees(self, nonce: str) -> bool:
         return object_commit.sees(self.objects, self.key, nonce)

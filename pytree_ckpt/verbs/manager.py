@@ -1,5 +1,6 @@
 """A training loop's save, restore and rotation, on top of the functions."""
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -10,19 +11,20 @@ import jax
 
 from pytree_ckpt.format.steps import StepNames, checked_step
 from pytree_ckpt.jaxio.coordination import decided
-from pytree_ckpt.options import LoadOptions, SaveOptions
+from pytree_ckpt.options import LoadOptions, SaveOptions, given_or_default
 from pytree_ckpt.plan import retention
 from pytree_ckpt.plan.restructure import Rules
 from pytree_ckpt.plan.retention import Decision, Keep
-from pytree_ckpt.store import health
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.verbs.load import load
+from pytree_ckpt.verbs.mirroring import Mirror
 from pytree_ckpt.verbs.pending import PendingSave
 from pytree_ckpt.verbs.preemption import Preempted, listen
 from pytree_ckpt.verbs.restoring import OnDamage, load_first_whole
 from pytree_ckpt.verbs.rotation import Rotation, infos_of
 from pytree_ckpt.verbs.save import start_save
-from pytree_ckpt.verbs.tiers import Tier
+from pytree_ckpt.verbs.schedule import Schedule
+from pytree_ckpt.verbs.tiers import Tier, Tiers
 
 _LOG = logging.getLogger("pytree_ckpt")
 T = TypeVar("T")
@@ -36,11 +38,21 @@ class CheckpointManager:
     more than one to keep that is before a new one is written, so that the disk holds no more than
     that. The last good one is never deleted.
 
+    With a mirror each is then copied to a far place, such as an object store behind a fast disk:
+    in the background, verified, one at a time. What comes while one is copied does not queue up:
+    the newest of it is next. The training goes on without the far place; what failed is logged,
+    tried again with the next step, and raised by `wait` and `close`. All that looks or restores
+    takes both places as one, and of a step the near copy if that is good.
+
     Args:
         root: Folder of the run, made when the first step is saved.
         keep: Which checkpoints stay. None keeps all.
         save_every: Save steps that are a multiple of this.
         save_every_seconds: Save when so many seconds have passed since the last save.
+        mirror: The far root, where copies go.
+        mirror_every: Copy saved steps that are a multiple of this, and the last one if SIGTERM
+            came. None copies all, but for those that come too fast.
+        mirror_keep: Which copies stay. "same" is as by `keep`, None keeps all.
         prefix, width: How steps are named; `step_00001000` by default.
         background: Write in the background. False makes `save` return when it is durable.
         link_unchanged: Link what a step would only repeat of the one before: `base` of `save`.
@@ -53,7 +65,7 @@ class CheckpointManager:
     With neither `save_every` nor `save_every_seconds` every call of `save` saves.
 
     With several processes each has a manager and makes the same calls. Process 0 decides what
-    depends on time or on what is in the root, and it alone deletes.
+    depends on time or on what is in the root, and it alone deletes and copies.
 
     Example:
         >>> import tempfile, numpy as np
@@ -72,6 +84,9 @@ class CheckpointManager:
         keep: Keep | None = Keep(last=3),  # noqa: B008 - frozen
         save_every: int | None = None,
         save_every_seconds: float | None = None,
+        mirror: PathLike | None = None,
+        mirror_every: int | None = None,
+        mirror_keep: Keep | Literal["same"] | None = "same",
         prefix: str = "step_",
         width: int = 8,
         background: bool = True,
@@ -80,47 +95,46 @@ class CheckpointManager:
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
     ) -> None:
-        for name, value in (("save_every", save_every), ("save_every_seconds", save_every_seconds)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, not {value!r}")
+        self._schedule = Schedule(every=save_every, every_seconds=save_every_seconds)
         self._root = locate(root)
         self._keep = keep
-        self._near = Tier(root=self._root, names=StepNames(prefix=prefix, width=width))
-        self._rotation = Rotation(self._root, self._near.names, keep)
-        self._save_every = save_every
-        self._save_every_seconds = save_every_seconds
+        names = StepNames(prefix=prefix, width=width)
+        self._tiers = Tiers(
+            Tier(root=self._root, names=names),
+            None if mirror is None else Tier(root=locate(mirror), names=names),
+        )
+        self._mirror = Mirror(
+            self._tiers,
+            every=mirror_every,
+            keep=keep if mirror_keep == "same" else mirror_keep,
+            options=given_or_default(load_options, LoadOptions),
+            patience_s=given_or_default(save_options, SaveOptions).timeout_s,
+        )
+        self._rotation = Rotation(self._root, names, keep, let_go=self._mirror.let_go)
         self._background = background
         self._link_unchanged = link_unchanged
         self._save_options = save_options
         self._load_options = load_options
         self._pending: PendingSave | None = None
-        self._last_saved = time.monotonic()
-        self._last_step: int | None = None
-        self._notice = listen() if on_sigterm else None
+        self._last: tuple[int, bool] | None = None
+        self._notice = listen(on_sigterm=on_sigterm)
 
     # --- saving ---------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
         """Whether `save(step, ...)` would save now."""
         checked_step(step)
-        if self._save_every is None and self._save_every_seconds is None:
+        schedule = self._schedule
+        if schedule.takes_all() or self._notice.came() or schedule.has(step):
             return True
-        if self._must_stop():
-            return True
-        if self._save_every is not None and step % self._save_every == 0:
-            return True
-        due = self._save_every_seconds
-        return due is not None and self._decided(
-            "whether it is time", lambda: time.monotonic() - self._last_saved >= due
+        return schedule.every_seconds is not None and self._decided(
+            "whether it is time", schedule.is_time
         )
 
     def _decided(self, what: str, decide: Callable[[], T]) -> T:
         """What process 0 decides, which all must do alike."""
         timeout_s = (self._save_options or SaveOptions()).timeout_s
         return decided(f"the decision {what} in {self._root}", decide, timeout_s=timeout_s)
-
-    def _must_stop(self) -> bool:
-        return self._notice is not None and self._notice.came()
 
     def save(
         self,
@@ -136,7 +150,8 @@ class CheckpointManager:
         """Save `tree` as `step`, if it is time.
 
         A save that is still under way is waited for first, and its failure raised here; after
-        SIGTERM it is reported at exit instead, and this step still saved.
+        SIGTERM it is reported at exit instead, and this step still saved. A copy that is under way
+        is not waited for, unless SIGTERM came.
 
         Args:
             step: Above every step of the root, unless `overwrite` replaces it. Steps that are
@@ -160,52 +175,73 @@ class CheckpointManager:
         number = checked_step(step)
         if not force and not self.should_save(number):
             return None
-        preempted = self._must_stop()
+        preempted = self._notice.came()
         if preempted and self._pending is not None:
             self._pending.wait()
         elif skip_if_busy and self._decided("whether to skip a step", self._is_busy):
             return None
         else:
-            self.wait()
+            self._wait_for_save()
         replaces = self._decided(
-            "whether to replace a step", lambda: self._near.replaces(number, overwrite=overwrite)
+            "whether to replace a step", lambda: self._tiers.replaces(number, overwrite=overwrite)
         )
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._pending = pending = start_save(
-            str(self._near.place(number)),
+            str(self._tiers.near.place(number)),
             tree,
             overwrite=replaces,
-            base=self._base(number),
+            base=self._tiers.near.newest_whole(below=number) if self._link_unchanged else None,
             metadata=metadata,
             metrics=numbers,
             options=self._save_options,
             before=lambda: self._rotation.make_room(number),
-            after=lambda: self._rotation.rotate(number, numbers),
+            after=lambda: self._after(number, numbers, overwrite=overwrite),
             started=started,
         )
-        self._last_saved, self._last_step = time.monotonic(), number
-        preempted = preempted or self._must_stop()
+        self._schedule.note_save()
+        self._last = number, overwrite
+        preempted = preempted or self._notice.came()
         if preempted or not self._background:
-            self.wait()
+            self._wait_for_save()
         if preempted:
+            self._copy_last()
             raise self._preempted()
         return pending
+
+    def _after(self, step: int, metrics: Mapping[str, float], *, overwrite: bool) -> None:
+        """In the background, in process 0: what follows the commit of a step."""
+        self._mirror.offer(step, overwrite=overwrite)
+        self._rotation.rotate(step, metrics)
 
     def _is_busy(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
-    def _base(self, step: int) -> str | None:
-        if not self._link_unchanged:
-            return None
-        found = health.latest_whole(self._root, self._near.names, below=step)
-        return None if found is None else str(found)
-
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save under way, and until its copy, if it is due, is at the mirror.
 
         Raises:
-            Exception: What it failed with.
+            Exception: What the save failed with, or the last copy.
         """
+        self._wait_for_save()
+        self._wait_for_copy(raises=True)
+
+    def _wait_for_copy(self, *, raises: bool = False) -> None:
+        """Wait until nothing is being copied; with `raises` also raise what the last one did."""
+        if self._tiers.far is None:
+            return
+        while not self._decided("whether the copy has ended", self._mirror.wait):
+            continue
+        if raises:
+            self._decided("whether the copy is whole", self._mirror.check)
+
+    def _copy_last(self) -> None:
+        """Copy the last step, due or not; a failure is logged, and reported at exit."""
+        if self._last is not None and self._tiers.far is not None:
+            offer = functools.partial(self._mirror.offer, *self._last, even_if_not_due=True)
+            self._decided("what to copy", offer)
+            self._wait_for_copy()
+
+    def _wait_for_save(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -213,8 +249,12 @@ class CheckpointManager:
     # --- looking --------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Committed steps that are not known to be damaged, ascending."""
-        return [state.step for state in self._near.look() if not state.is_damaged]
+        """Committed steps, near or far, that are not known to be damaged, ascending.
+
+        Raises:
+            OSError: The root cannot be read; or the mirror, and the root has no good step.
+        """
+        return [state.step for state in self._tiers.look() if not state.is_damaged]
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`, None if there is none."""
@@ -223,11 +263,11 @@ class CheckpointManager:
 
     def best_step(self, metric: str, mode: retention.BestMode = "min") -> int | None:
         """The step with the best value of a metric, None if no step has it."""
-        best = retention.best_of(infos_of(self._near.look()), (metric, mode, 1))
+        best = retention.best_of(infos_of(self._tiers.look()), (metric, mode, 1))
         return best[0].step if best else None
 
     def decision(self, *, now: float | None = None) -> Decision:
-        """What `keep` would keep and delete now, and why; nothing is deleted."""
+        """What `keep` would keep and delete now in the root, and why; nothing is deleted."""
         return self._rotation.decision(now=now)
 
     # --- restoring ------------------------------------------------------------------------------
@@ -251,8 +291,8 @@ class CheckpointManager:
         Args:
             target: As `load` takes it.
             step: Which one.
-            on_damage: `"previous"` marks a damaged step, leaves it in place, and loads the one
-                before it.
+            on_damage: `"previous"` marks a damaged step, leaves it in place, and loads its far
+                copy, or the step before it.
             mesh, reshard, cast, partial, rename, stack, unstack: As `load` takes them.
 
         Raises:
@@ -260,17 +300,18 @@ class CheckpointManager:
             NewerFormatError: A newer release wrote the step: it is not damaged, and not skipped.
             IntegrityError: The step, or with `on_damage="previous"` every step up to it, is
                 damaged.
-            OSError: The root cannot be read.
+            OSError: The root cannot be read; or the mirror, and the root has no step to load. If
+                it has one, that is loaded, and the mirror named in the log.
             MismatchError: The target does not fit.
         """
         if on_damage not in ("raise", "previous"):
             raise ValueError(f"on_damage must be 'raise' or 'previous', not {on_damage!r}")
-        self.wait()
+        self._wait_for_save()
         timeout_s = (self._load_options or LoadOptions()).timeout_s
         what = f"the choice of a step in {self._root}"
-        wanted = decided(what, lambda: self._near.candidates(step), timeout_s=timeout_s)
+        wanted, unread = decided(what, lambda: self._tiers.candidates(step), timeout_s=timeout_s)
         return load_first_whole(
-            [(number, self._near.place(number)) for number in wanted],
+            [(number, self._tiers.place((number, is_far))) for number, is_far in wanted],
             lambda location: load(
                 str(location),
                 target,
@@ -283,7 +324,8 @@ class CheckpointManager:
                 unstack=unstack,
                 options=self._load_options,
             ),
-            where=f"{self._root}{'' if step == 'latest' else f' up to {step}'}",
+            where=f"{self._tiers}{'' if step == 'latest' else f' up to {step}'}",
+            unread=unread,
             on_damage=on_damage,
             timeout_s=timeout_s,
         )
@@ -291,40 +333,42 @@ class CheckpointManager:
     # --- deleting -------------------------------------------------------------------------------
 
     def rollback(self, step: int) -> list[int]:
-        """Delete every step above `step`, newest first, pinned or not; they are gone for good.
+        """Delete every step above `step`, newest first, near and far, pinned or not, for good.
 
         Raises:
-            NotFoundError: `step` is not in the root.
+            NotFoundError: `step` is neither in the root nor in the mirror.
             CheckpointError: A later step is being read or is a link; it and those below it stay.
         """
-        self.wait()
-        return self._decided("what to delete", lambda: self._near.roll_back(step))
+        self._wait_for_save()
+        self._wait_for_copy()
+        return self._decided("what to delete", lambda: self._tiers.roll_back(step))
 
     # --- ending ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save under way and let go of SIGTERM.
+        """Wait for the save and the copy under way, and let go of SIGTERM.
 
         Raises:
-            Preempted: SIGTERM came since the last call of `save`; what it saved is durable.
-            Exception: What the save under way failed with.
+            Preempted: SIGTERM came since the last call of `save`; what it saved is durable, and
+                copied, or what failed is reported at exit.
+            Exception: What the save under way failed with, or the last copy.
         """
-        self._end()
-        if self._notice is not None and self._notice.is_open:
+        try:
+            self._wait_for_save()
+            if not self._notice.is_open:
+                self.wait()
+            if self._notice.is_open:
+                self._copy_last()
+        finally:
+            self._notice.release()
+        if self._notice.is_open:
             raise self._preempted()
 
-    def _end(self) -> None:
-        try:
-            self.wait()
-        finally:
-            if self._notice is not None:
-                self._notice.release()
-
     def _preempted(self) -> Preempted:
-        if self._notice is not None:
-            self._notice.is_open = False
-        _LOG.warning("SIGTERM came: step %s of %s is the last", self._last_step, self._root)
-        return Preempted(self._last_step)
+        self._notice.is_open = False
+        step = None if self._last is None else self._last[0]
+        _LOG.warning("SIGTERM came: step %s of %s is the last", step, self._root)
+        return Preempted(step)
 
     def __enter__(self) -> Self:
         return self
@@ -332,26 +376,24 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        # An error that ends the loop tells more than that it was to end anyway.
+        # An error that ends the loop tells more than that it was to end anyway, or than that a
+        # copy failed. A copy under way is ended before the interpreter is.
         if kind is None:
             self.close()
-        else:
-            self._end()
+            return
+        try:
+            self._wait_for_save()
+        finally:
+            self._notice.release()
 
     def __repr__(self) -> str:
         try:
-            states = self._near.look()
+            parts = [self._tiers.near.summary()]
         except OSError as error:
             return f"CheckpointManager({str(self._root)!r}, unreadable: {error})"
-        good = [str(state.step) for state in states if state.is_good]
-        listed = good if len(good) <= 6 else [*good[:2], "…", *good[-3:]]
-        parts = [f"{len(good)} step{'' if len(good) == 1 else 's'} [{', '.join(listed)}]"]
-        if len(good) < len(states):
-            parts.append(f"{len(states) - len(good)} not good")
         if self._pending is not None:
             parts.append(repr(self._pending))
         parts.append(f"keep={self._keep}")
-        for name in ("save_every", "save_every_seconds"):
-            value = getattr(self, f"_{name}")
-            parts += [] if value is None else [f"{name}={value}"]
+        parts += self._schedule.rules()
+        parts += [] if self._tiers.far is None else [f"mirror={str(self._tiers.far)!r}"]
         return f"CheckpointManager({str(self._root)!r}, {', '.join(parts)})"

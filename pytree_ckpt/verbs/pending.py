@@ -32,6 +32,10 @@ class Background(Generic[T]):
         self._go_on = threading.Event()
         try:
             self._thread.start()
+        except RuntimeError:
+            # At a limit of the system, or (Python 3.12.0, 3.12.1) when the interpreter exits.
+            self._go_on.set()
+            self._run(work)
         finally:
             self._go_on.set()
 
@@ -79,7 +83,8 @@ class Background(Generic[T]):
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self._what} has not ended after {timeout} s")
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         error = self.exception()
         if error is not None:
             raise error

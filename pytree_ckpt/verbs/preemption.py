@@ -34,15 +34,29 @@ class Notice(Protocol):
         """Listen no more."""
 
 
-def listen() -> Notice:
-    """Listen for SIGTERM, or to JAX where that does.
+def listen(*, on_sigterm: bool) -> Notice:
+    """Listen for SIGTERM, or to JAX where that does; or to nothing.
 
     Raises:
         ValueError: Not in the main thread.
     """
+    if not on_sigterm:
+        return Silence()
     if processes.has_preemption_service():
         return SyncPoint()
     return Sigterm()
+
+
+class Silence:
+    """No word comes."""
+
+    is_open = False
+
+    def came(self) -> bool:
+        return False
+
+    def release(self) -> None:
+        """Nobody listens."""
 
 
 class SyncPoint:

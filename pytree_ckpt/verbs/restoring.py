@@ -1,5 +1,6 @@
 """Load the first of some steps that is whole; with several processes the same one on all."""
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,6 +19,7 @@ def load_first_whole(
     load_step: Callable[[Location], Any],
     *,
     where: str,
+    unread: str | None,
     on_damage: OnDamage,
     timeout_s: float,
 ) -> Any:
@@ -26,8 +28,17 @@ def load_first_whole(
     With `"previous"` a damaged one is marked, and the next one tried. A step that is whole for one
     process and damaged for another, which reads other parts of it, is damaged for all.
 
+    Args:
+        steps: Each with its place; a step may have several.
+        load_step: Loads what is at a place.
+        where: The roots, for messages.
+        unread: Why there may be more steps than these.
+        on_damage: `"raise"` or `"previous"`.
+        timeout_s: How long to wait for the other processes.
+
     Raises:
         IntegrityError, FormatError: The first step, or with `"previous"` every step, is damaged.
+        OSError: They all are, and there may be more.
         PeerError: It is damaged, or cannot be loaded, for another process.
     """
     trouble: list[Damage] = []
@@ -41,7 +52,7 @@ def load_first_whole(
         if on_damage == "raise":
             error = damage or session.failed(damaged)
             error.add_note(
-                f"step {number} is damaged; on_damage='previous' loads the one before it"
+                f"step {number} is damaged; on_damage='previous' loads the next best one"
             )
             raise error
         reason = "; ".join(damaged.values())
@@ -50,7 +61,10 @@ def load_first_whole(
             health.quarantine(path, reason)
         text = f"step {number}: {reason}"
         trouble.append(Damage(path=None, kind="unreadable", text=text, file=str(path)))
-    raise IntegrityError(trouble, note=f"No step of {where} is whole.")
+    error = IntegrityError(trouble, note=f"No step of {where} is whole.")
+    if unread is not None:
+        raise OSError(errno.EIO, f"no step of {where} is whole, and {unread}") from error
+    raise error
 
 
 def _tried(

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from pytree_ckpt.errors import CheckpointError
@@ -21,11 +21,20 @@ class Rotation:
     """Which steps of a root stay; None for `keep` keeps all.
 
     What cannot be deleted is logged: it must not cost the run the step that it saves.
+    `let_go` is told of each step before it is deleted on behalf of a save.
     """
 
-    def __init__(self, root: Location, names: StepNames, keep: Keep | None) -> None:
+    def __init__(
+        self,
+        root: Location,
+        names: StepNames,
+        keep: Keep | None,
+        *,
+        let_go: Callable[[int], None] = lambda step: None,
+    ) -> None:
         if not isinstance(keep, Keep | None):
             raise TypeError(f"keep must be Keep(...), such as Keep(last=3), not {keep!r}")
+        self._let_go = let_go
         self._root = root
         self._names = names
         self._keep = keep
@@ -81,6 +90,7 @@ class Rotation:
             self._root.settle(self._names, [n for n in decision.kept if n != step])
         for number in decision.dropped:
             with self._not_at_the_cost_of(step):
+                self._let_go(number)
                 if not (self._root / self._names.name(number)).delete():
                     _LOG.warning("step %d of %s is in use and stays", number, self._root)
 

@@ -85,7 +85,7 @@ def verify(
     except FormatError as error:
         return _unreadable(location, str(error))
     with held:
-        return _verify(location, manifest, quick, settings)
+        return verify_data(location, manifest, settings, quick=quick)
 
 
 def _unreadable(location: Location, text: str) -> VerifyReport:
@@ -99,9 +99,14 @@ def _unreadable(location: Location, text: str) -> VerifyReport:
     )
 
 
-def _verify(
-    location: Location, manifest: Manifest, quick: bool, options: LoadOptions
+def verify_data(
+    location: Location, manifest: Manifest, options: LoadOptions, *, quick: bool = False
 ) -> VerifyReport:
+    """As `verify`, of data that belongs to a manifest, be that there or not.
+
+    Raises:
+        OSError: The storage failed.
+    """
     # TensorStore takes a third of a second to import, which a damaged manifest does not need.
     from pytree_ckpt.store.reading import CheckpointReader
     from pytree_ckpt.store.requests import Request

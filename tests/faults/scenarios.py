@@ -290,6 +290,42 @@ def rotation(keep: int, *, background: bool = False, link: bool = False) -> Scen
     )
 
 
+def copies() -> Scenario:
+    """The root is the mirror of another one, which is in it."""
+    keep = 2
+
+    def copy(root: Path, *steps: int, done: Callable[[int], None] = lambda step: None) -> None:
+        policy = pc.Keep(last=keep)
+        with pc.CheckpointManager(root / "near", keep=policy, mirror=root) as made:
+            for step in steps:
+                made.save(step, state(step))
+                made.wait()
+                done(step)
+
+    def act(root: Path, acknowledge: Acknowledge) -> None:
+        copy(root, 3, 4, done=lambda step: acknowledge(f"{step}.0"))
+
+    def expect(acks: Sequence[str]) -> Expected:
+        newest = keep + len(acks)
+        required = frozenset([newest, newest - 1] if newest == 4 else [newest])
+        return Expected(required=required, most=keep)
+
+    def go_on(root: Path) -> int:
+        step = 1 + max(pc.latest_step(root) or 0, pc.latest_step(root / "near") or 0)
+        copy(root, step)
+        return step
+
+    return Scenario(
+        name="copies",
+        prepare=lambda root: copy(root, 1, 2),
+        act=act,
+        expect=expect,
+        go_on=go_on,
+        keep=keep,
+        is_ordered=False,
+    )
+
+
 # --- deletion and leftovers ---------------------------------------------------------------------
 
 
@@ -354,6 +390,7 @@ def all_scenarios() -> list[Scenario]:
         *(rotation(keep) for keep in (1, 2, 3)),
         *(rotation(keep, background=True) for keep in (1, 2, 3)),
         rotation(2, link=True),
+        copies(),
         deletion(),
         leftovers(),
     ]

@@ -1,0 +1,51 @@
+"""When a loop is to save."""
+
+import time
+
+
+class Schedule:
+    """Steps that are due: by their number, or by the time since the last save.
+
+    Args:
+        every: Steps that are a multiple of this.
+        every_seconds: The first step after so many seconds.
+
+    Raises:
+        ValueError: One of them is not positive.
+    """
+
+    def __init__(self, *, every: int | None, every_seconds: float | None) -> None:
+        _check_positive("save_every", every)
+        _check_positive("save_every_seconds", every_seconds)
+        self.every = every
+        self.every_seconds = every_seconds
+        self._last = time.monotonic()
+
+    def takes_all(self) -> bool:
+        """Whether there is no rule, so that every step is due."""
+        return self.every is None and self.every_seconds is None
+
+    def has(self, step: int) -> bool:
+        """Whether a step is due by its number."""
+        return self.every is not None and step % self.every == 0
+
+    def is_time(self) -> bool:
+        """Whether a step is due by time."""
+        return (
+            self.every_seconds is not None and time.monotonic() - self._last >= self.every_seconds
+        )
+
+    def rules(self) -> list[str]:
+        """What it was made with, as it was written."""
+        given = {"save_every": self.every, "save_every_seconds": self.every_seconds}
+        return [f"{name}={value}" for name, value in given.items() if value is not None]
+
+    def note_save(self) -> None:
+        """Count the seconds from here."""
+        self._last = time.monotonic()
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    """Raise a `ValueError` that names a rule whose value is not positive, nor None."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} must be positive, not {value!r}")
