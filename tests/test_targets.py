@@ -904,3 +904,25 @@ def test_a_single_device_array_comes_back_to_its_device(tmp_path: Path) -> None:
     found = pc.load(tmp_path, {"w": struct((4,), F32, elsewhere)})["w"]
     assert found.sharding == elsewhere
     np.testing.assert_array_equal(found, w)
+
+
+def test_a_guard_against_transfers_allows_those_of_a_save_and_a_load(
+    tmp_path: Path, array: jax.Array
+) -> None:
+    state = {
+        "array": array,
+        "key": jax.random.key(3),
+        "loose": jnp.asarray(2.0),
+        "host": np.arange(3),
+    }
+    with jax.transfer_guard("disallow"):
+        pc.save(tmp_path / "ckpt", state)
+        pc.save_async(tmp_path / "background", state).result()
+        for path in ("ckpt", "background"):
+            for target in (state, None):
+                found = pc.load(tmp_path / path, target)
+                assert set(found) == set(state)
+                assert all(same(found[k], state[k]) for k in ("array", "loose", "host"))
+                assert jnp.array_equal(
+                    jax.random.key_data(found["key"]), jax.random.key_data(state["key"])
+                )

@@ -106,7 +106,10 @@ class HostViews:
 
     def _fetch(self, leaf: int, number: int) -> HostArray:
         shard = self._arrays[leaf].addressable_data(number)
-        return np.asarray(shard if isinstance(shard, np.ndarray) else _same_buffer(shard))
+        if isinstance(shard, np.ndarray):
+            return shard
+        with jax.transfer_guard("allow"):
+            return np.asarray(_same_buffer(shard))
 
     def _touch(self, leaf: int, array: Any) -> None:
         """Have the shards of an array made, by one thread.
@@ -144,14 +147,17 @@ class HostViews:
 def _started(shards: Mapping[int, jax.Array]) -> dict[int, Any]:
     """Copies of shards of an accelerator, on their way to the host or there."""
     (device,) = shards[min(shards)].devices()
-    if any(memory.kind == _PINNED for memory in device.addressable_memories()):
-        # Arrays of their own: JAX sees to it that a later donation of the shards comes later.
-        places = [SingleDeviceSharding(*x.devices(), memory_kind=_PINNED) for x in shards.values()]
-        return dict(zip(shards, jax.device_put(list(shards.values()), places), strict=True))
-    own = {number: _same_buffer(shard) for number, shard in shards.items()}
-    for shard in own.values():
-        shard.copy_to_host_async()
-    return {number: np.asarray(shard) for number, shard in own.items()}
+    with jax.transfer_guard("allow"):
+        if any(memory.kind == _PINNED for memory in device.addressable_memories()):
+            # Arrays of their own: JAX sees to it that a later donation of the shards comes later.
+            places = [
+                SingleDeviceSharding(*x.devices(), memory_kind=_PINNED) for x in shards.values()
+            ]
+            return dict(zip(shards, jax.device_put(list(shards.values()), places), strict=True))
+        own = {number: _same_buffer(shard) for number, shard in shards.items()}
+        for shard in own.values():
+            shard.copy_to_host_async()
+        return {number: np.asarray(shard) for number, shard in own.items()}
 
 
 def _same_buffer(shard: jax.Array) -> jax.Array:

@@ -171,8 +171,7 @@ class Assembly:
         placed: list[jax.Array] = []
         for filled in group:
             pending, box = self._goes_to[filled.request][filled.box]
-            with _named(pending.item):
-                buffer = _as_wanted(pending.item, filled.buffer)
+            buffer = _as_wanted(pending.item, filled.buffer)
             pending.left -= 1
             if pending.by_shard and pending.layout is not None:
                 for at, place in pending.layout.holders(box):
@@ -182,8 +181,7 @@ class Assembly:
             if pending.left:
                 continue
             if not pending.item.on_device:
-                with _named(pending.item):
-                    self._results[pending.item.at] = _on_host(pending.item, buffer)
+                self._results[pending.item.at] = _on_host(pending.item, buffer)
             elif pending.layout is None:
                 loose.append((pending, 0, None, buffer))
             else:
@@ -268,7 +266,8 @@ def _as_wanted(item: Item, buffer: Array) -> Array:
     if item.source.index is not None:
         buffer = buffer.reshape(buffer.shape[1:])
     if spec is not None and not compare.is_same_bytes(spec, want):
-        return casting.cast(buffer, want.dtype or spec.dtype)
+        with _named(item):
+            return casting.cast(buffer, want.dtype or spec.dtype)
     if not item.on_device and spec is not None and spec.storage == "packed":
         return buffer.copy()
     return buffer
@@ -280,7 +279,8 @@ def _on_host(item: Item, buffer: Array) -> Any:
         return buffer
     if want.kind == "scalar":
         return buffer[()]
-    return casting.as_python(buffer[()], want.kind)
+    with _named(item):
+        return casting.as_python(buffer[()], want.kind)
 
 
 @contextmanager
