@@ -90,7 +90,7 @@ class MismatchError(CheckpointError, ValueError):
         self.mismatches = tuple(mismatches)
         self.remedy = remedy
         lines = [title or _title(mismatches, leaves), *_lines(mismatches), remedy]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(lines).rstrip())
 
 
 def _title(mismatches: Sequence[Mismatch], leaves: int) -> str:

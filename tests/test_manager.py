@@ -351,6 +351,27 @@ def test_a_call_that_cannot_save_is_refused_at_once_and_leaves_nothing(tmp_path:
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({1: 0.5}, "metrics has the key 1"),
+        ({"\ud800": 0.5}, "a key of metrics"),
+        ({"loss": None}, r"metrics\['loss'\]"),
+        ({"loss": np.ones(2)}, r"metrics\['loss'\]"),
+        ({"loss": 10**400}, r"metrics\['loss'\]"),
+    ],
+    ids=str,
+)
+def test_metrics_that_could_not_be_read_back_are_refused_by_name(
+    tmp_path: Path, metrics: Any, text: str
+) -> None:
+    manager = save_steps(tmp_path, 1)
+    before = snapshot(tmp_path)
+    with pytest.raises((TypeError, ValueError, OverflowError), match=text):
+        manager.save(2, state(2), metrics=metrics)
+    assert snapshot(tmp_path) == before
+
+
 def test_metrics_and_metadata_are_those_of_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -686,7 +707,7 @@ def test_leftovers_of_any_name_stop_no_save_of_that_step(tmp_path: Path) -> None
     place = pc.step_path(tmp_path, 30000)
     beside = [f"{place.name}{end}" for end in (".orbax-checkpoint-tmp-0", ".tmp", "-tmp", "~")]
     dead = f"data-{'0' * 32}"
-    for folder in (*(tmp_path / name for name in beside), place / dead, place / "tmp"):
+    for folder in (*(tmp_path / name for name in beside), place / dead / "arrays", place / "tmp"):
         folder.mkdir(parents=True)
         (folder / "junk").write_text("junk")
         (folder / "junk").chmod(0o444)

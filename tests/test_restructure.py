@@ -202,8 +202,9 @@ def test_the_first_rule_that_takes_a_leaf_says_where_it_goes(tmp_path: Path) -> 
         ({"a": "b"}, "b  b and a both come here"),
         ({"a": "c", "b": "c"}, "c  a and b both come here"),
         ({"a": "b/x"}, "b/x  a comes below the leaf b"),
+        ({"a": ""}, "b  b comes below the leaf (root)"),
     ],
-    ids=["onto a leaf", "two onto one", "below a leaf"],
+    ids=["onto a leaf", "two onto one", "below a leaf", "onto the root"],
 )
 def test_a_path_gets_one_leaf(tmp_path: Path, rename: dict[str, str], reason: str) -> None:
     pc.save(tmp_path / "c", {"a": 1, "b": 2})

@@ -198,6 +198,8 @@ def test_the_rules_are_a_union_and_the_reason_names_one() -> None:
         {"best": ("loss", "least", 1)},
         {"best": ("", "min", 1)},
         {"best": ("loss", 1)},
+        {"best": "loss"},
+        {"best": 1},
         {"pinned": {-1}},
         {"pinned": {"10"}},
         {"pinned": {1.5}},

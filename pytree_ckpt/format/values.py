@@ -81,16 +81,27 @@ def count_text(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written; a lone surrogate cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def check_metadata(value: Any, where: str = "metadata", depth: int = 0) -> Any:
     """User metadata as plain JSON-like data that can be written.
 
     Raises:
         TypeError: Something that is not None, bool, int, float, str, bytes, list, tuple or dict
             with `str` keys.
-        ValueError: An int beyond 64 bits, or nesting deeper than 16.
+        ValueError: An int beyond 64 bits, text that is not UTF-8, or nesting deeper than 16.
     """
     if depth > 16:
         raise ValueError(f"{where} is nested deeper than 16")
+    if isinstance(value, str) and not is_utf8(value):
+        raise ValueError(f"{where} is {value!r}, which is not valid UTF-8")
     if value is None or isinstance(value, (bool, float, str, bytes)):
         return value
     if isinstance(value, int):
@@ -103,6 +114,7 @@ def check_metadata(value: Any, where: str = "metadata", depth: int = 0) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{where} has the key {key!r}; keys must be strings")
+            check_metadata(key, f"a key of {where}")
         return {k: check_metadata(v, f"{where}[{k!r}]", depth + 1) for k, v in value.items()}
     raise TypeError(
         f"{where} is of type {type(value).__name__}; it can be None, bool, int, float, str, bytes, "

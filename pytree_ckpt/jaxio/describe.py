@@ -196,7 +196,10 @@ def _is_committed(array: Any) -> bool:
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     name = dtypes.name_of(dtype)
     if name is None:
-        raise _RefusedError(f"has the dtype {dtype}, which is not one of JAX's or ml_dtypes'")
+        raise _RefusedError(
+            f"has the dtype {dtype}, which is not one of JAX's or ml_dtypes'; save "
+            "numbers, such as its .view(numpy.int64), or its elements as str or bytes"
+        )
     return name
 
 

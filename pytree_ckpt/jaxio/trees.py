@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from pytree_ckpt.errors import CheckpointError
+from pytree_ckpt.format import values
 from pytree_ckpt.format.paths import MAX_KEY_DIGITS, Key, Path, to_text
 from pytree_ckpt.format.trees import MAX_DEPTH, NodeKind, Tree
 
@@ -135,7 +136,7 @@ class _Walk:
         reason = f"has a key of type {type(key).__name__}; keys must be str or int"
         if isinstance(key, str):
             text = str.__str__(key)
-            if _is_utf8(text):
+            if values.is_utf8(text):
                 return Key("str", text)
             reason = f"has the key {key!r}, which is not valid UTF-8"
         elif isinstance(key, (int, np.integer)) and not isinstance(key, bool):
@@ -149,11 +150,3 @@ class _Walk:
 
 
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, np.ndarray, jax.ShapeDtypeStruct})
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

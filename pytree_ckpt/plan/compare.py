@@ -232,7 +232,7 @@ def _differ(leaf: Leaf, kind: MismatchKind, saved: str, wanted: str) -> Mismatch
 
 
 def _kind(leaf: Leaf, want: Want) -> Mismatch:
-    names = {"process": "a value per process", "numpy": "an array", "jax": "an array"}
+    names = {"process": "a value per process", "int": "an int"}
     wanted = want.dtype_text if want.key_impl else names.get(want.kind, f"a {want.kind}")
     if want.dtype and not want.key_impl:
         wanted = f"{want.dtype}{list(want.shape)}"
@@ -300,7 +300,7 @@ def remedy(mismatches: Sequence[Mismatch]) -> str:
         advice.append(
             "Pass mesh= with the devices at hand and reshard=True, or a target with shardings."
         )
-    if "dtype" in kinds:
+    if any(m.kind == "dtype" and m.wanted is not None for m in mismatches):
         advice.append("Pass cast=True to convert dtypes where no imaginary part is lost.")
     if kinds & {"extra"}:
         advice.append("Pass partial=True to load only the leaves of the target.")

@@ -321,10 +321,10 @@ class _Restructuring:
             at[text] = source
         for text, source in at.items():
             above = text
-            while "/" in above:
+            while above:
                 above = above.rpartition("/")[0]
                 if above in at:
-                    here = f"{source.parts[0].text} comes below the leaf {above}"
+                    here = f"{source.parts[0].text} comes below the leaf {above or '(root)'}"
                     self._wrong.append(Mismatch(path=text, kind="rule", text=here))
                     break
 

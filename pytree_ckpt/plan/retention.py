@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pytree_ckpt.format import values
 from pytree_ckpt.format.steps import checked_step
 from pytree_ckpt.options import check_seconds
 
@@ -150,6 +151,22 @@ def decide(
         kept={info.step: reasons[info.step] for info in ordered if info.step in reasons},
         dropped={info.step: "no rule keeps it" for info in ordered if info.step not in reasons},
     )
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics of a save as floats.
+
+    Raises:
+        TypeError, ValueError, OverflowError: A name that is no text, or what is no number.
+    """
+    numbers = {}
+    for name, value in dict(metrics or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise type(error)(f"metrics[{name!r}] is no number: {error}") from None
+    values.check_metadata(numbers, "metrics")
+    return numbers
 
 
 def best_of(infos: Sequence[StepInfo], best: tuple[str, BestMode, int]) -> list[StepInfo]:

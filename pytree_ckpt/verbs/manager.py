@@ -185,7 +185,7 @@ class CheckpointManager:
         replaces = self._decided(
             "whether to replace a step", lambda: self._tiers.replaces(number, overwrite=overwrite)
         )
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        numbers = retention.checked_metrics(metrics)
         self._pending = pending = start_save(
             str(self._tiers.near.place(number)),
             tree,
