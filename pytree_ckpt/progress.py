@@ -27,7 +27,7 @@ def showing(what: str, choice: ProgressChoice) -> Iterator[Progress | None]:
     if callable(choice):
         yield choice
         return
-    if not choice or sys.stderr is None or not sys.stderr.isatty():
+    if not choice or not _is_watched():
         yield None
         return
     bar = _Bar(what, patience_s=_PATIENCE_S if choice == "auto" else 0.0)
@@ -35,6 +35,14 @@ def showing(what: str, choice: ProgressChoice) -> Iterator[Progress | None]:
         yield bar.update
     finally:
         bar.close()
+
+
+def _is_watched() -> bool:
+    """Whether stderr is a terminal; it may also be None, closed, or what catches prints."""
+    try:
+        return bool(sys.stderr.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
 
 
 class _Bar:
@@ -56,15 +64,15 @@ class _Bar:
                 if self._bar is None:
                     self._bar = _started(self._what)
                 self._bar.update(self._bar.task_ids[0], completed=done, total=total)
-            except OSError:
-                # A terminal that is gone must not cost the checkpoint.
+            except (OSError, ValueError):
+                # A terminal that is gone, or closed, must not cost the checkpoint.
                 self._next = math.inf
 
     def close(self) -> None:
         if self._bar is not None:
             try:
                 self._bar.stop()
-            except OSError:
+            except (OSError, ValueError):
                 self._bar = None  # as above
 
 

@@ -31,6 +31,13 @@ class Gone(Terminal):
         raise OSError(5, "Input/output error")
 
 
+class Closed(Terminal):
+    """A terminal that was closed after the save began."""
+
+    def write(self, text: str) -> int:
+        raise ValueError("I/O operation on closed file")
+
+
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Not a fixture, because pytest sets stderr anew between fixtures and test."""
     stream = Terminal()
@@ -123,12 +130,36 @@ def test_an_interpreter_without_stderr_shows_nothing(monkeypatch: pytest.MonkeyP
         assert advance is None
 
 
+def _closed() -> Any:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+class Tee:
+    """What catches prints has often no more than this."""
+
+    def write(self, text: str) -> None:
+        """Take a text."""
+
+
+@pytest.mark.parametrize("stream", [_closed(), Tee()], ids=["closed", "tee"])
+def test_a_stderr_that_cannot_say_what_it_is_does_not_cost_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Any
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        pc.save(tmp_path / "c", {"step": 3})
+        assert pc.load(tmp_path / "c") == {"step": 3}
+
+
+@pytest.mark.parametrize("terminal", [Gone, Closed])
 def test_a_terminal_that_is_gone_does_not_cost_the_checkpoint(
-    tmp_path: Path, mesh_8: Mesh, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mesh_8: Mesh, monkeypatch: pytest.MonkeyPatch, terminal: type[Terminal]
 ) -> None:
     tree = state(mesh_8)
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", Gone())
+        patch.setattr(sys, "stderr", terminal())
         patch.setenv("TERM", "xterm")
         pc.save(tmp_path / "c", tree, options=pc.SaveOptions(progress=True))
     assert pc.verify(tmp_path / "c").ok
