@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -501,3 +503,17 @@ def test_a_save_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
     assert threading.active_count() == threads
     if files:
         assert sorted(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_save_that_begins_while_the_interpreter_exits_is_durable(tmp_path: Path) -> None:
+    """Functions of atexit run when threads are not waited for any more."""
+    code = (
+        "import atexit, sys, numpy as np, pytree_ckpt as pc\n"
+        "state = {'w': np.arange(1 << 22)}\n"
+        "atexit.register(lambda: pc.save_async(sys.argv[1], state))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ckpt")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert pc.verify(tmp_path / "ckpt").ok

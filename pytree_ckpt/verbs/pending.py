@@ -38,6 +38,9 @@ class Background(Generic[T]):
             self._run(work)
         finally:
             self._go_on.set()
+        if not threading.main_thread().is_alive():
+            # In a function of `atexit`: the interpreter waits for no thread any more.
+            self._thread.join()
 
     def _run(self, work: Callable[[], T]) -> None:
         # A thread that has started keeps the interpreter for a while (5 ms). It is the caller's
