@@ -508,7 +508,7 @@ def test_a_save_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
 def test_a_save_that_begins_while_the_interpreter_exits_is_durable(tmp_path: Path) -> None:
     """Functions of atexit run when threads are not waited for any more."""
     code = (
-        "import atexit, sys, numpy as np, pytree_ckpt as pc\n"
+        "import atexit, sys, jax, numpy as np, pytree_ckpt as pc\n"
         "state = {'w': np.arange(1 << 22)}\n"
         "atexit.register(lambda: pc.save_async(sys.argv[1], state))\n"
     )

@@ -776,7 +776,7 @@ def test_links_among_the_leftovers_are_removed_and_not_followed(tmp_path: Path) 
     leftover = path / ("data-" + "0" * 32)
     (leftover / "arrays").mkdir(parents=True)
     (leftover / "arrays" / "w").symlink_to(precious, target_is_directory=True)
-    (leftover / "file").symlink_to(precious / "inner" / "file")
+    (leftover / "arrays" / "file").symlink_to(precious / "inner" / "file")
     (path / ("data-" + "1" * 32)).symlink_to(precious, target_is_directory=True)
     (path / ("data-" + "2" * 32)).symlink_to(tmp_path / "nowhere")
     (path / ("manifest." + "3" * 32 + ".tmp")).symlink_to(precious / "inner" / "file")
@@ -798,6 +798,20 @@ def test_leftovers_of_dead_saves_go_and_do_not_join_the_new_checkpoint(tmp_path:
     pc.save(path, state_of(1))
     assert entries(path) == WHOLE
     assert_same(pc.load(path), state_of(1))
+
+
+def test_a_folder_of_somebody_else_with_the_name_of_a_leftover_stays(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    theirs = path / ("data-" + "a" * 32)
+    (theirs / "arrays").mkdir(parents=True)
+    (theirs / "thesis.tex").write_text("mine")
+    pc.save(path, state_of(1))
+    pc.save(path, state_of(2), overwrite=True)
+    assert (theirs / "thesis.tex").read_text() == "mine"
+    assert number_of(pc.load(path)) == 2
+    (theirs / "thesis.tex").unlink()
+    pc.save(path, state_of(3), overwrite=True)
+    assert entries(path) == WHOLE
 
 
 def test_leftovers_are_invisible_to_readers(tmp_path: Path) -> None:
@@ -1241,3 +1255,37 @@ def test_an_overwrite_that_waits_in_vain_fails_by_name_and_leaves_the_old(
     assert number_of(pc.load(path)) == 1
     pc.save(path, state_of(2), overwrite=True)
     assert len(list(path.glob("data-*"))) == 1
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+from pytree_ckpt.store.disk import FolderLock
+
+path = Path(sys.argv[1])
+lock = FolderLock(path, shared=False)
+reads, writes = os.pipe()
+worker = os.fork()
+if not worker:  # It lives on, as a worker that loads data does.
+    os.close(writes)
+    os.read(reads, 1)
+    os._exit(0)
+lock.release()
+lock = FolderLock(path, shared=False)
+print(lock.state)
+os.close(writes)
+os.waitpid(worker, 0)
+child = os.fork()
+if not child:
+    lock.release()
+    os._exit(0)
+os.waitpid(child, 0)
+print(FolderLock(path, shared=False).state)
+"""
+
+
+def test_a_forked_child_neither_keeps_a_lock_nor_takes_it_from_its_owner(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True
+    )
+    assert (done.stdout.split(), done.stderr) == (["held", "busy"], "")

@@ -209,6 +209,17 @@ def test_a_manager_removes_what_dead_saves_left_and_a_save_leaves_it(root: str) 
     assert_same(pc.load(path, state()), state(1))
 
 
+def test_what_somebody_else_has_under_the_name_of_a_leftover_stays(root: str) -> None:
+    path = str(pc.step_path(root, 1))
+    theirs = place_of(path) / f"data-{'a' * 32}" / "thesis.tex"
+    theirs.write_new(b"mine")
+    pc.save(path, state(1))
+    pc.save(path, state(2), overwrite=True)
+    with pc.CheckpointManager(root) as manager:
+        manager.save(2, state(2))
+    assert theirs.read_file(max_nbytes=9) == b"mine"
+
+
 def test_a_save_that_began_a_day_ago_is_dead_for_everybody(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,10 @@ _NONCE = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _END_OF_CALENDAR = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC).timestamp()
 
 
+DATA_ENTRIES = frozenset({"arrays", "packed", "tables", "unfinished"})
+"""All that a save puts in its folder; one with anything else in it is somebody else's."""
+
+
 def data_dir(nonce: str) -> str:
     """The folder of all that one save wrote."""
     return f"data-{nonce}"

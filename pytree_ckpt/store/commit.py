@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
 from pytree_ckpt.format import manifest_file, wire
-from pytree_ckpt.format.manifest import MANIFEST_FILE, Manifest, data_dir
+from pytree_ckpt.format.manifest import DATA_ENTRIES, MANIFEST_FILE, Manifest, data_dir
 from pytree_ckpt.store import disk
 
 _DATA_DIR = re.compile(r"data-[0-9a-f]{32}", re.ASCII)
@@ -340,8 +340,9 @@ def settle(path: Path) -> None:
 def reclaim(path: Path, *, keep: str | None = None) -> None:
     """Remove what dead saves left in a checkpoint folder, and data that was replaced.
 
-    A data folder goes only if it is not `keep`, no manifest names it and no living writer holds it.
-    What cannot be removed now is left for the next save.
+    A data folder goes only if it is not `keep`, no manifest names it, no living writer holds it,
+    and nothing is in it that no save puts there. What cannot be removed now is left for the next
+    save.
     """
     try:
         _reclaim(path, keep)
@@ -372,6 +373,8 @@ def _reclaim(path: Path, keep: str | None) -> None:
 def _reclaim_data(path: Path, folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink(missing_ok=True)
+        return
+    if not DATA_ENTRIES.issuperset(os.listdir(folder)):
         return
     with disk.FolderLock(folder, shared=False) as lock:
         # Only with the lock held is it certain that nobody is about to commit this folder.

@@ -189,6 +189,7 @@ class FolderLock:
 
     def __init__(self, path: Path, *, shared: bool) -> None:
         self._fd: int | None = None
+        self._pid = os.getpid()
         self.state: LockState = "gone"
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
@@ -223,6 +224,11 @@ class FolderLock:
         """Give the lock back; again is harmless."""
         fd, self._fd = self._fd, None
         if fd is not None:
+            # A child that was forked meanwhile has the lock open too: closing here would leave it
+            # locked as long as the child lives, and unlocking there would take it from its owner.
+            if os.getpid() == self._pid:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
 from pytree_ckpt.format import manifest_file, wire
 from pytree_ckpt.format.manifest import (
+    DATA_ENTRIES,
     MANIFEST_FILE,
     PIN_FILE,
     QUARANTINE_FILE,
@@ -30,7 +31,9 @@ from pytree_ckpt.format.manifest import (
 )
 from pytree_ckpt.store.objects import ABSENT, Objects
 
-_OWN = re.compile(r"(?:data-|writer\.)([0-9a-f]{32})(?:/|$)", re.ASCII)
+_OWN = re.compile(
+    rf"(?:writer\.|data-)([0-9a-f]{{32}})(?:$|/(?:{'|'.join(sorted(DATA_ENTRIES))})/)", re.ASCII
+)
 _TAKEN = b"taken over"
 DEAD_AFTER_S = 24 * 3600.0
 """A save that is older than this is dead, for a save to the same place; a manager need not wait."""
