@@ -6,7 +6,7 @@ Failures of the storage itself (a full disk, a folder without write permission) 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 MismatchKind = Literal[
     "sharding",
@@ -74,6 +74,18 @@ class Damage:
 
 class CheckpointError(Exception):
     """Base of all errors that this library raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default calls the class with the message alone. In a pool of processes an error that
+        # cannot be unpickled takes the pool with it, and nobody learns what it was.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind, *args)
+    error.args = args  # OSError.__new__ leaves that to __init__
+    error.__dict__.update(fields)
+    return error
 
 
 class MismatchError(CheckpointError, ValueError):
