@@ -88,6 +88,8 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_orbax_wrote_comes_back_to_the_last_bit(tmp_path: Path, writer: str) -> None:
     path = WRITERS[writer](tmp_path / "orbax")
+    with pytest.raises(pc.NotFoundError, match="import_orbax"):
+        pc.load(path)
     report = pc.import_orbax(path, tmp_path / "ours")
     target = {k: v for k, v in state().items() if k != "text" or writer != "v0, a manager"}
     # What orbax does not record, the target has: tuples and named tuples.

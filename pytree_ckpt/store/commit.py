@@ -49,6 +49,8 @@ def _why_not_found(path: Path) -> str:
     names = os.listdir(path)
     if any(_DATA_DIR.fullmatch(name) for name in names):
         return f"{path} holds a save that never committed; there is no checkpoint to load"
+    if "_METADATA" in names or "_CHECKPOINT_METADATA" in names:
+        return f"{path} is a checkpoint of orbax: import_orbax makes one of this library of it"
     inside = sorted(n for n in names if (path / n / MANIFEST_FILE).is_file())
     if inside:
         shown = ", ".join(inside[:5]) + (", …" if len(inside) > 5 else "")
