@@ -756,6 +756,7 @@ def test_uncommitted_arrays_stay_uncommitted_and_committed_ones_committed(
     state = {
         "free": jnp.arange(3),
         "bound": jax.device_put(np.arange(3), device),
+        "home": jax.device_put(np.arange(3), jax.devices()[0]),
         "key": jax.random.key(0),
     }
     assert not state["free"].committed
@@ -763,9 +764,11 @@ def test_uncommitted_arrays_stay_uncommitted_and_committed_ones_committed(
     assert not state["key"].committed
     pc.save(tmp_path, state)
     structs = jax.tree.map(lambda x: struct(x.shape, x.dtype), state)
-    for found in (pc.load(tmp_path), pc.load(tmp_path, state), pc.load(tmp_path, structs)):
-        assert same(found["free"], state["free"])
-        assert same(found["bound"], state["bound"])
+    placed = jax.tree.map(lambda x: struct(x.shape, x.dtype, sharding=x.sharding), state)
+    for target in (None, state, structs, placed):
+        found = pc.load(tmp_path, target)
+        for name in ("free", "bound", "home"):
+            assert same(found[name], state[name])
         assert not found["key"].committed
     swapped = {**state, "free": state["bound"], "bound": state["free"]}
     found = pc.load(tmp_path, swapped)
@@ -795,7 +798,7 @@ def test_a_sharded_state_with_an_uncommitted_counter_goes_on_training_after_a_lo
     expected = step(state)
     pc.save(tmp_path / "a", state)
     structs = jax.eval_shape(lambda: state)
-    with_shardings = jax.tree.map(lambda x: x, state)
+    with_shardings = jax.tree.map(lambda x: struct(x.shape, x.dtype, sharding=x.sharding), state)
     for target in (None, state, structs, with_shardings):
         after = step(pc.load(tmp_path / "a", target))
         np.testing.assert_array_equal(after["w"], expected["w"])
@@ -838,6 +841,13 @@ def test_save_and_load_work_while_a_mesh_is_set(tmp_path: Path, kind: AxisType) 
         np.testing.assert_array_equal(jax.random.key_data(found["keys"]), jax.random.key_data(keys))
     with jax.set_mesh(mesh):
         assert pc.load(tmp_path, reshard=True)["w"].shape == (8, 4)
+
+
+def test_a_weakly_typed_nan_is_loaded_where_jax_looks_for_nans(tmp_path: Path) -> None:
+    weak = jnp.asarray(float("nan"))
+    pc.save(tmp_path, weak)
+    with jax.debug_nans(True):
+        assert same(pc.load(tmp_path), weak)
 
 
 def test_donating_one_loaded_array_changes_no_other(tmp_path: Path, mesh_8: Mesh) -> None:

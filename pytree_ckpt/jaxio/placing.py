@@ -118,6 +118,7 @@ def finish(array: jax.Array, *, key_impl: str | None, weak_type: bool) -> jax.Ar
         # No public function makes an array of any shape weakly typed.
         from jax._src.lax.lax import _convert_element_type
 
-        weak: jax.Array = _convert_element_type(array, weak_type=True)
+        with jax.debug_nans(False), jax.debug_infs(False):  # It changes no element.
+            weak: jax.Array = _convert_element_type(array, weak_type=True)
         return weak
     return array

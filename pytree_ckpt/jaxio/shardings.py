@@ -187,6 +187,16 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
+def is_default(sharding: Any) -> bool:
+    """Whether it is where JAX puts an array that is to be nowhere in particular."""
+    device: Any = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+    return (
+        isinstance(sharding, SingleDeviceSharding)
+        and sharding.device_set == {device}
+        and _memory_kind(sharding, device) is None
+    )
+
+
 def is_abstract(sharding: Any) -> bool:
     """Whether a sharding names no devices."""
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)

@@ -23,7 +23,8 @@ class Target:
     """One leaf of a target.
 
     `sharding` is JAX's, None where the target leaves it open or wants no device. `committed` and
-    `weak_type` are what JAX calls so; None leaves them as they were saved.
+    `weak_type` are what JAX calls so; None leaves them as they were saved. A struct cannot say
+    that it stands for an uncommitted array, so one on the default device leaves that open.
     """
 
     want: Want
@@ -107,7 +108,7 @@ def _describe_jax(leaf: Any, mesh: jax.sharding.Mesh | None) -> Target:
     sharding = _concrete(leaf.sharding, mesh)
     plain = None if sharding is None else shardings.describe(sharding, shape)
     committed: bool | None = True
-    if sharding is None:
+    if sharding is None or (is_struct and shardings.is_default(sharding)):
         committed = None
     elif not is_struct:
         committed = bool(getattr(leaf, "committed", True))

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -93,55 +92,62 @@ def load(
             session = Session(f"the load of {path}", timeout_s=options.timeout_s)
             held.enter_context(session)
 
-        def plan() -> _Planned:
+        def plan() -> tuple[Location, Manifest, TargetTree, list[Item], Sequence[Leaf]]:
             location = locate(path)
             manifest, lock = location.open_to_read()
             held.enter_context(lock)
             with clock.stage("plan"), no_sweeps():
                 wanted = None if target is None else targets.describe_target(target, mesh=mesh)
-                like = None if wanted is None else wanted.tree
                 saved = restructure(
-                    manifest, rename=rename, stack=stack, unstack=unstack, like=like
+                    manifest,
+                    rename=rename,
+                    stack=stack,
+                    unstack=unstack,
+                    like=None if wanted is None else wanted.tree,
                 )
                 wanted = wanted or _everything(manifest, saved)
-                allowed = {"reshard": reshard, "cast": cast, "partial": partial}
-                items, skipped = _resolve(manifest, saved, wanted, mesh, **allowed)
-            return _Planned(location, manifest, wanted, items, skipped)
+                items, skipped = _resolve(
+                    manifest,
+                    saved,
+                    wanted,
+                    mesh,
+                    reshard=reshard,
+                    cast=cast,
+                    partial=partial,
+                )
+            return location, manifest, wanted, items, skipped
 
-        found = plan() if session is None else session.agreed(plan)
+        planned = plan() if session is None else session.agreed(plan)
+        location, manifest, wanted, items, skipped = planned
         try:
             leaves, stats = _read(
-                found, verify=verify, options=options, clock=clock, session=session
+                location,
+                manifest,
+                items=items,
+                count=len(wanted.leaves),
+                verify=verify,
+                options=options,
+                clock=clock,
+                session=session,
             )
         except IntegrityError:
-            _check_still_there(found.location, found.manifest)
+            _check_still_there(location, manifest)
             raise
     _LOG.log(
         logging.DEBUG if processes.process_index() else logging.INFO,
         "loaded %s: %d leaves, %d bytes in %d chunks read by this process%s; %s",
-        found.location,
+        location,
         len(leaves),
         stats.nbytes,
         stats.chunks,
-        f", {len(found.skipped)} leaves not asked for" if found.skipped else "",
+        f", {len(skipped)} leaves not asked for" if skipped else "",
         clock,
     )
     monitoring.record("load", clock.seconds)
     monitoring.record_read("load", stats.nbytes)
-    if found.wanted.treedef is None:
-        return found.wanted.tree.build(leaves)
-    return jax.tree_util.tree_unflatten(found.wanted.treedef, leaves)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A load that fits: what is wanted, and what it is made of; `skipped` is not asked for."""
-
-    location: Location
-    manifest: Manifest
-    wanted: TargetTree
-    items: Sequence[Item]
-    skipped: Sequence[Leaf]
+    if wanted.treedef is None:
+        return wanted.tree.build(leaves)
+    return jax.tree_util.tree_unflatten(wanted.treedef, leaves)
 
 
 def _everything(manifest: Manifest, saved: Restructured) -> TargetTree:
@@ -214,14 +220,20 @@ def _layout(
     wrong = compare.check_divisible(leaf, shape, plain)
     if not reshard:
         wrong += compare.compare_layout(leaf, plain)
-    if target.committed is False:
+    free = target.committed is False
+    if target.committed is None and target.sharding is not None:
+        free = leaf.spec is not None and not leaf.spec.committed
+    if free:
         sharding = None
     return sharding, wrong
 
 
 def _read(
-    found: _Planned,
+    location: Location,
+    manifest: Manifest,
     *,
+    items: Sequence[Item],
+    count: int,
     verify: bool,
     options: LoadOptions,
     clock: StageClock,
@@ -231,16 +243,15 @@ def _read(
 
     With a session the load is striped.
     """
-    assembly = Assembly(len(found.wanted.leaves), for_all=session is not None)
+    assembly = Assembly(count, for_all=session is not None)
     total = 0
     follows = processes.process_index() > 0
     if not follows:
-        count = sum(item.leaf.spec is not None for item in found.items)
-        _LOG.info("reading %s: %d arrays", found.location, count)
-    with showing(f"loading {found.location}", False if follows else options.progress) as progress:
+        _LOG.info("reading %s: %d arrays", location, sum(i.leaf.spec is not None for i in items))
+    with showing(f"loading {location}", False if follows else options.progress) as progress:
         reader = CheckpointReader(
-            found.location,
-            found.manifest,
+            location,
+            manifest,
             verify=verify,
             options=options,
             clock=clock,
@@ -250,8 +261,8 @@ def _read(
         def plan() -> Iterator[list[Filled]]:
             nonlocal total
             with clock.stage("plan"):
-                requests = assembly.requests(found.items)
-            assembly.put_values(found.items, reader)
+                requests = assembly.requests(items)
+            assembly.put_values(items, reader)
             if session is None:
                 total = sum(request.plan.nbytes_read for request in requests)
                 return reader.read(requests)
