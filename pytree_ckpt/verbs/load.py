@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -92,62 +93,55 @@ def load(
             session = Session(f"the load of {path}", timeout_s=options.timeout_s)
             held.enter_context(session)
 
-        def plan() -> tuple[Location, Manifest, TargetTree, list[Item], Sequence[Leaf]]:
+        def plan() -> _Planned:
             location = locate(path)
             manifest, lock = location.open_to_read()
             held.enter_context(lock)
             with clock.stage("plan"), no_sweeps():
                 wanted = None if target is None else targets.describe_target(target, mesh=mesh)
+                like = None if wanted is None else wanted.tree
                 saved = restructure(
-                    manifest,
-                    rename=rename,
-                    stack=stack,
-                    unstack=unstack,
-                    like=None if wanted is None else wanted.tree,
+                    manifest, rename=rename, stack=stack, unstack=unstack, like=like
                 )
                 wanted = wanted or _everything(manifest, saved)
-                items, skipped = _resolve(
-                    manifest,
-                    saved,
-                    wanted,
-                    mesh,
-                    reshard=reshard,
-                    cast=cast,
-                    partial=partial,
-                )
-            return location, manifest, wanted, items, skipped
+                allowed = {"reshard": reshard, "cast": cast, "partial": partial}
+                items, skipped = _resolve(manifest, saved, wanted, mesh, **allowed)
+            return _Planned(location, manifest, wanted, items, skipped)
 
-        planned = plan() if session is None else session.agreed(plan)
-        location, manifest, wanted, items, skipped = planned
+        found = plan() if session is None else session.agreed(plan)
         try:
             leaves, stats = _read(
-                location,
-                manifest,
-                items=items,
-                count=len(wanted.leaves),
-                verify=verify,
-                options=options,
-                clock=clock,
-                session=session,
+                found, verify=verify, options=options, clock=clock, session=session
             )
         except IntegrityError:
-            _check_still_there(location, manifest)
+            _check_still_there(found.location, found.manifest)
             raise
     _LOG.log(
         logging.DEBUG if processes.process_index() else logging.INFO,
         "loaded %s: %d leaves, %d bytes in %d chunks read by this process%s; %s",
-        location,
+        found.location,
         len(leaves),
         stats.nbytes,
         stats.chunks,
-        f", {len(skipped)} leaves not asked for" if skipped else "",
+        f", {len(found.skipped)} leaves not asked for" if found.skipped else "",
         clock,
     )
     monitoring.record("load", clock.seconds)
     monitoring.record_read("load", stats.nbytes)
-    if wanted.treedef is None:
-        return wanted.tree.build(leaves)
-    return jax.tree_util.tree_unflatten(wanted.treedef, leaves)
+    if found.wanted.treedef is None:
+        return found.wanted.tree.build(leaves)
+    return jax.tree_util.tree_unflatten(found.wanted.treedef, leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A load that fits: what is wanted, and what it is made of; `skipped` is not asked for."""
+
+    location: Location
+    manifest: Manifest
+    wanted: TargetTree
+    items: Sequence[Item]
+    skipped: Sequence[Leaf]
 
 
 def _everything(manifest: Manifest, saved: Restructured) -> TargetTree:
@@ -229,11 +223,8 @@ def _layout(
 
 
 def _read(
-    location: Location,
-    manifest: Manifest,
+    found: _Planned,
     *,
-    items: Sequence[Item],
-    count: int,
     verify: bool,
     options: LoadOptions,
     clock: StageClock,
@@ -243,15 +234,16 @@ def _read(
 
     With a session the load is striped.
     """
-    assembly = Assembly(count, for_all=session is not None)
+    assembly = Assembly(len(found.wanted.leaves), for_all=session is not None)
     total = 0
     follows = processes.process_index() > 0
     if not follows:
-        _LOG.info("reading %s: %d arrays", location, sum(i.leaf.spec is not None for i in items))
-    with showing(f"loading {location}", False if follows else options.progress) as progress:
+        count = sum(item.leaf.spec is not None for item in found.items)
+        _LOG.info("reading %s: %d arrays", found.location, count)
+    with showing(f"loading {found.location}", False if follows else options.progress) as progress:
         reader = CheckpointReader(
-            location,
-            manifest,
+            found.location,
+            found.manifest,
             verify=verify,
             options=options,
             clock=clock,
@@ -261,8 +253,8 @@ def _read(
         def plan() -> Iterator[list[Filled]]:
             nonlocal total
             with clock.stage("plan"):
-                requests = assembly.requests(items)
-            assembly.put_values(items, reader)
+                requests = assembly.requests(found.items)
+            assembly.put_values(found.items, reader)
             if session is None:
                 total = sum(request.plan.nbytes_read for request in requests)
                 return reader.read(requests)
