@@ -62,18 +62,20 @@ class Machine(RuleBasedStateMachine):
         """Steps that a glance finds whole; a flipped bit shows only when it is read."""
         return sorted(s for s in self.version if self.damage.get(s) != SHOWS)
 
-    def _rotated(self, good: list[int]) -> None:
+    def _rotated(self, saved: int) -> None:
+        """The newest stay, and what was just saved, until the next save."""
         self.left = {step: number for step, number in self.left.items() if step in self.damage}
-        for step in good[:-KEEP]:
-            del self.version[step]
-            self.damage.pop(step, None)
+        for step in self._seen_good()[:-KEEP]:
+            if step != saved:
+                del self.version[step]
+                self.damage.pop(step, None)
 
     @rule()
     def save(self) -> None:
         step = self._next()
         self.judge.call(_save, self.root, step, 0, False)
         self.version[step] = 0
-        self._rotated(self._seen_good())
+        self._rotated(step)
 
     @precondition(lambda self: self.version)
     @rule(data=st.data(), version=st.integers(1, 9))
@@ -82,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         self.judge.call(_save, self.root, step, version, True)
         self.version[step] = version
         self.damage.pop(step, None)
-        self._rotated(self._seen_good())
+        self._rotated(step)
 
     @rule(at=st.integers(1, 110))
     def crash_in_a_save(self, at: int) -> None:
@@ -179,7 +181,8 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def everything_is_as_the_model_says(self) -> None:
         type(self).tally.points += 1
-        assert sorted(self.version) == pc.steps(self.root)
+        listed = pc.steps(self.root)
+        assert sorted(self.version) == listed, f"{sorted(self.version)} must be there, not {listed}"
         for step, version in self.version.items():
             found = self.judge.call(version_at_rest, path_of(self.root, step), step)
             if step not in self.damage:
