@@ -170,10 +170,8 @@ def test_either_rule_is_enough(tmp_path: Path, clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize("rule", ["save_every", "save_every_seconds"])
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_an_interval_that_is_not_positive_is_refused(
-    tmp_path: Path, rule: str, value: float
-) -> None:
+@pytest.mark.parametrize("value", [0, -1, float("nan"), "10"])
+def test_an_interval_that_is_not_positive_is_refused(tmp_path: Path, rule: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rule):
         manager_of(tmp_path, **{rule: value})
 

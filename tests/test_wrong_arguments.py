@@ -24,6 +24,7 @@ _LOAD_OPTIONS = r"options must be LoadOptions\(...\) or None, not {'threads': 2}
 _OPTIONS: Any = {"threads": 2}
 _EMPTY: Any = {}
 _THREE: Any = 3
+_HALF: Any = 2.5
 
 PATHS: dict[str, Callable[[Any], Any]] = {
     "save": lambda path: pc.save(path, {}),
@@ -78,6 +79,16 @@ WRONG: dict[str, Wrong] = {
         lambda ckpt: pc.save(ckpt, {}, overwrite=True, metadata={"loss": np.float32(1)}),
         TypeError,
         r"metadata\['loss'\] is of type float32; it can be None, bool, int, float, str",
+    ),
+    "manager: save_every": (
+        lambda ckpt: pc.CheckpointManager(ckpt.parent, save_every=_HALF),
+        ValueError,
+        "save_every must be an int of at least 1, not 2.5",
+    ),
+    "manager: metrics": (
+        lambda ckpt: pc.CheckpointManager(ckpt.parent).save(1, {}, metrics=_THREE),
+        TypeError,
+        "metrics must be a dict of numbers, not 3",
     ),
     "open: options": (lambda ckpt: pc.open(ckpt, options=_EMPTY), TypeError, "not {}"),
     "verify: options": (lambda ckpt: pc.verify(ckpt, options=_OPTIONS), TypeError, _LOAD_OPTIONS),

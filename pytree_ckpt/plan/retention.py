@@ -58,7 +58,10 @@ class Keep:
             raise ValueError(f"Keep(pinned={self.pinned!r}): must be a list of steps")
         object.__setattr__(self, "pinned", frozenset(map(checked_step, self.pinned)))
         if not any((self.last, self.every, self.best, self.pinned, self.newer_than)):
-            raise ValueError("Keep without any rule would delete everything")
+            raise ValueError(
+                "Keep without any rule would delete everything: give last, every, best, pinned or "
+                "newer_than"
+            )
 
     def __repr__(self) -> str:
         rules = {
@@ -159,8 +162,10 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     Raises:
         TypeError, ValueError, OverflowError: A name that is no text, or what is no number.
     """
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(f"metrics must be a dict of numbers, not {metrics!r}")
     numbers = {}
-    for name, value in dict(metrics or {}).items():
+    for name, value in (metrics or {}).items():
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError, OverflowError) as error:

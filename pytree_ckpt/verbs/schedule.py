@@ -2,6 +2,8 @@
 
 import time
 
+from pytree_ckpt.options import check_count, check_seconds
+
 
 class Schedule:
     """Steps that are due: by their number, or by the time since the last save.
@@ -11,12 +13,14 @@ class Schedule:
         every_seconds: The first step after so many seconds.
 
     Raises:
-        ValueError: One of them is not positive.
+        ValueError: The first is no int of at least 1, or the second no number above 0.
     """
 
     def __init__(self, *, every: int | None, every_seconds: float | None) -> None:
-        _check_positive("save_every", every)
-        _check_positive("save_every_seconds", every_seconds)
+        if every is not None:
+            check_count("save_every", every)
+        if every_seconds is not None:
+            check_seconds("save_every_seconds", every_seconds)
         self.every = every
         self.every_seconds = every_seconds
         self._last = time.monotonic()
@@ -43,9 +47,3 @@ class Schedule:
     def note_save(self) -> None:
         """Count the seconds from here."""
         self._last = time.monotonic()
-
-
-def _check_positive(name: str, value: float | None) -> None:
-    """Raise a `ValueError` that names a rule whose value is not positive, nor None."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} must be positive, not {value!r}")
