@@ -415,3 +415,16 @@ def test_a_checkpoint_is_read_without_jax(saved: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "without jax\n"
+
+
+def test_a_checkpoint_that_is_open_when_the_interpreter_ends_says_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, numpy as np, pytree_ckpt as pc\n"
+        "pc.save(sys.argv[1], {'w': np.ones(3)})\n"
+        "checkpoint = pc.open(sys.argv[1])\n"
+        "checkpoint['w'][:]\n"
+    )
+    command = [sys.executable, str(script), str(tmp_path / "ckpt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -238,4 +238,7 @@ class FolderLock:
         self.release()
 
     def __del__(self) -> None:
-        self.release()
+        if (
+            os is not None
+        ):  # When the interpreter ends its modules go first; the kernel gives the lock back.
+            self.release()
