@@ -432,6 +432,13 @@ def test_a_terminal_gets_colours_and_no_other_escapes(good: Path) -> None:
     assert str(good).encode() in re.sub(rb"\s", b"", plain).replace(b"goodone", b"good one")
 
 
+def test_a_name_that_the_output_cannot_show_is_escaped(tmp_path: Path) -> None:
+    pc.save(tmp_path / "a", {"é": 1})
+    done = installed("tree", tmp_path / "a", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\xe9" in done.stdout
+
+
 # --- the command line -------------------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ Only click is imported here, so that `--help` and completion are quick: a comman
 needs when it runs.
 """
 
+import io
+import sys
 from typing import Any
 
 import click
@@ -38,6 +40,9 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="pytree-ckpt")
 def main() -> None:
     """Look into, prove and compare checkpoints; no accelerator and no JAX is needed."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Escaped as on stderr: what the locale cannot show is no failure of the command.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 for command in (
