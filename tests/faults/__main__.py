@@ -60,7 +60,7 @@ FULL = Size(
     disk_stride=1,
     power_stride=1, mutant_stride=6, mutant_most=1000, mutant_all=True, race_steps=500,
     store_steps=100,
-    readers_s=60, flips=1000, damage_stride=1, mutated=50_000, examples=500, steps=50,
+    readers_s=60, flips=1000, damage_stride=1, mutated=20_000, examples=500, steps=50,
     soak_minutes=2, phases=8, train_kills=50,
 )  # fmt: skip
 SIZES = {"tiny": TINY, "short": SHORT, "full": FULL}
