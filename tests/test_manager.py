@@ -823,6 +823,12 @@ def test_of_two_prefixes_in_one_root_neither_touches_the_other(
     assert [restored(manager) for manager in managers] == [3, 13]
 
 
+def test_a_root_without_steps_of_these_names_says_how_they_are_named(tmp_path: Path) -> None:
+    save_steps(tmp_path, 5)
+    with pytest.raises(pc.NotFoundError, match="steps are named as ckpt_0001"):
+        pc.CheckpointManager(tmp_path, prefix="ckpt_", width=4).restore()
+
+
 def test_huge_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     steps = [99_999_999, 2_000_683_008, 2**31, 10**10, 2**53 + 1, 10**40]
     manager = save_steps(tmp_path, *sorted(steps), keep=pc.Keep(last=5))

@@ -143,7 +143,9 @@ class Tiers:
         if unread:
             raise OSError(errno.EIO, f"there is {what} to load in {self.near}, and {unread}")
         steps = sorted({s for s, _ in there})
-        raise NotFoundError(f"there is {what} in {self}" + (f"; it has {steps}" if steps else ""))
+        # Steps of another prefix or width are none, and look much like those that are sought.
+        has = f"it has {steps}" if steps else f"steps are named as {self.near.names.name(1)}"
+        raise NotFoundError(f"there is {what} in {self}; {has}")
 
     def _of_far(
         self, ask: Callable[[Tier], list[T]], *, must: bool = False
