@@ -605,7 +605,7 @@ def look_through(manifest: pc.Manifest) -> None:
 @pytest.mark.parametrize("where", ["manifest", "table"])
 def test_no_field_may_be_missing(base: Checkpoint, where: str) -> None:
     content = base.manifest if where == "manifest" else base.table
-    optional = {"metadata", "packed"}
+    optional = {"metadata", "packed", "written_by"}
     for key in content:
         if key not in optional:
             without = {k: v for k, v in content.items() if k != key}

@@ -20,7 +20,7 @@ from pytree_ckpt.format import shardings as ckpt_shardings
 from pytree_ckpt.format.paths import Key
 from pytree_ckpt.plan.saving import ArrayForm, plan_save
 from pytree_ckpt.store import commit, object_commit, writing
-from pytree_ckpt.verbs import manager, save_job
+from pytree_ckpt.verbs import manager, save_job, schedule
 from tests import stranger
 from tests.bitwise import assert_same
 from tests.cluster import Cluster
@@ -524,9 +524,7 @@ def save_by_the_clock(root: str) -> list[int]:
 
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            manager, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]})
-        )
+        patch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         with pc.CheckpointManager(root, save_every_seconds=60) as own:
             clock[0] += 100 * jax.process_index()
             own.save(1, {"step": 1})

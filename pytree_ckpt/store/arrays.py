@@ -45,7 +45,7 @@ def open_array(
         "metadata": metadata,
         **options,
     }
-    with storage_errors(f"opening {folder}"):
+    with storage_errors(f"opening {folder.in_errors}"):
         return ts.open(
             spec,
             kvstore=folder.kvstore(),

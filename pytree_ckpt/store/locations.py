@@ -59,6 +59,11 @@ class Location(ABC):
     def path(self) -> Path | None:
         """Where it is on a disk; None in a store, which has no links, pipes or folders."""
 
+    @property
+    def in_errors(self) -> str:
+        """What a failure of the storage says of where it was."""
+        return str(self)
+
     # --- a file, or a folder of files -----------------------------------------------------------
 
     @abstractmethod

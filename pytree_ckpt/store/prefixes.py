@@ -49,6 +49,10 @@ class Prefix(Location):
     def path(self) -> None:
         return None
 
+    @property
+    def in_errors(self) -> str:
+        return f"{self} {self.objects.where}".rstrip()
+
     def kvstore(self) -> Any:
         return self.objects.store / f"{self.key}/"
 

@@ -244,7 +244,7 @@ class Writer:
         """Write a shard with TensorStore, hashing it meanwhile."""
         spec = self._plan.spec(leaf)
         values = source.view(dtypes.storage_dtype(spec.dtype))
-        with storage_errors(f"writing {self._folders[leaf]}"):
+        with storage_errors(f"writing {self._folders[leaf].in_errors}"):
             pending = place.write(values, can_reference_source_data_indefinitely=True)
             try:
                 return self._digests(spec, source)
@@ -325,7 +325,7 @@ class Writer:
                             append(*run)
             else:
                 whole = np.frombuffer(b"".join(itertools.chain.from_iterable(runs)), np.uint8)
-                with self._clock.stage("write"), storage_errors(f"writing {folder}"):
+                with self._clock.stage("write"), storage_errors(f"writing {folder.in_errors}"):
                     place = store[base : base + nbytes]
                     place.write(whole, can_reference_source_data_indefinitely=True).result()
         return b"".join(found)
