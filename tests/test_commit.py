@@ -769,6 +769,20 @@ except pc.ExistsError:
 # --- leftovers ----------------------------------------------------------------------------------
 
 
+def test_a_save_whose_empty_folder_another_process_reclaims_makes_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step_00000001"
+    monkeypatch.setattr(commit, "reclaim", _reclaim_if_empty)
+    pc.save(path, state_of(1))
+    assert number_of(pc.load(path)) == 1
+
+
+def _reclaim_if_empty(path: Path) -> None:
+    if not any(path.iterdir()):
+        path.rmdir()
+
+
 def test_links_among_the_leftovers_are_removed_and_not_followed(tmp_path: Path) -> None:
     path, precious = tmp_path / "ckpt", tmp_path / "precious"
     (precious / "inner").mkdir(parents=True)

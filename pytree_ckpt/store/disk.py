@@ -172,7 +172,10 @@ def remove_tree(path: Path) -> None:
 
 def free_nbytes(path: Path) -> int | None:
     """Bytes that this user may still write on the file system of `path`, None if unknown."""
-    found = os.statvfs(path)
+    try:
+        found = os.statvfs(path)
+    except FileNotFoundError:
+        return None  # another process has taken it for a leftover
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
