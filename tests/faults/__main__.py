@@ -272,7 +272,7 @@ class Table:
             found.wrong("failed", f"{type(error).__name__}: {error}")
         self._total.add(found, where=name)
         self._show(name, found, time.monotonic() - started)
-        for note in found.notes[:5]:
+        for note in list(dict.fromkeys(found.notes))[:5]:
             print(f"    {note}", flush=True)
 
     def _show(self, name: str, found, seconds: float) -> None:

@@ -31,7 +31,8 @@ HIDDEN, SHOWS = "hidden", "shows"
 class Machine(RuleBasedStateMachine):
     """The model: for each step that must be there its version, and what was done to it.
 
-    An overwrite of a damaged step that dies leaves its data: the manifest may name any.
+    An overwrite that dies leaves its data, until the next save if the manifest is whole, else until
+    the step is overwritten: a damaged manifest may name any.
     """
 
     judge: ClassVar[Judge]
@@ -144,7 +145,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), bit=st.integers(0, 7))
     def flip_a_bit_of_the_data(self, data: st.DataObject, bit: int) -> None:
         step = self._whole(data)
-        files = sorted(path_of(self.root, step).glob("data-*/arrays/*/c.*"))
+        files = self._files(step)
         # The first bytes of a file are elements, the last ones its index.
         _flip(data.draw(st.sampled_from(files)), data.draw(st.integers(0, 1000)), bit)
         self.damage[step] = HIDDEN
@@ -153,10 +154,15 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cut_a_file(self, data: st.DataObject) -> None:
         step = self._whole(data)
-        files = sorted(path_of(self.root, step).glob("data-*/arrays/*/c.*"))
+        files = self._files(step)
         file = data.draw(st.sampled_from(files))
         os.truncate(file, data.draw(st.integers(0, file.stat().st_size - 1)))
         self.damage[step] = SHOWS
+
+    def _files(self, step: int) -> list[Path]:
+        """Of arrays; what a dead overwrite left beside them is no part of the step."""
+        path = path_of(self.root, step)
+        return sorted((path / pc.read_manifest(path).data_dir).glob("arrays/*/c.*"))
 
     def _whole(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(set(self.version) - set(self.damage))))
@@ -188,8 +194,8 @@ class Machine(RuleBasedStateMachine):
             if step not in self.damage:
                 assert found == version, f"step {step}: {found}, not version {version}"
             else:
-                assert isinstance(found, str), f"step {step} is damaged, and loads"
-        left = sum(self.left.get(step, 0) for step in self.damage)
+                assert isinstance(found, str), f"step {step} is damaged, and loads as {found}"
+        left = sum(self.left.values())
         found = [f"{path.parent.name}/{path.name}" for path in self.root.glob("step_*/data-*")]
         assert len(found) <= KEEP + len(self.damage) + left + 1, found
 
