@@ -25,6 +25,7 @@ import pytree_ckpt as pc
 from pytree_ckpt.cli.main import main
 from pytree_ckpt.store.disk import FolderLock
 from tests.conftest import make_mesh
+from tests.entry_point import installed
 
 # Until click 8.2 a runner mixed the two streams unless it was told not to.
 APART = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
@@ -38,15 +39,6 @@ def run(*args: object) -> Result:
 def run_json(*args: object) -> tuple[int, Any]:
     done = run(*args, "--json")
     return done.exit_code, json.loads(done.stdout)
-
-
-def installed(*args: object, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """A command in a process of its own."""
-    script = Path(sys.executable).with_name("pytree-ckpt")
-    # A package that is on the path, but is not installed, has no script.
-    command = [str(script)] if script.exists() else [sys.executable, "-m", "pytree_ckpt"]
-    command += map(str, args)
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def state() -> dict[str, Any]:
@@ -75,27 +67,6 @@ def flip(checkpoint: Path, pattern: str = "data-*/arrays/*/c.*") -> None:
 def damaged(good: Path) -> Path:
     flip(good)
     return good
-
-
-@pytest.fixture(params=["missing", "unfinished", "foreign", "file", "manifest"])
-def unusable(request: pytest.FixtureRequest, good: Path, tmp_path: Path) -> tuple[Path, int]:
-    """A path that is no checkpoint, and the exit code that says so."""
-    match request.param:
-        case "missing":
-            return tmp_path / "nothing", 3
-        case "unfinished":
-            (good / "manifest.msgpack").unlink()
-            return good, 3
-        case "foreign":
-            (tmp_path / "foreign").mkdir()
-            (tmp_path / "foreign" / "model.bin").write_text("of somebody else")
-            return tmp_path / "foreign", 3
-        case "file":
-            (tmp_path / "file").write_text("no folder")
-            return tmp_path / "file", 3
-        case _:
-            (good / "manifest.msgpack").write_bytes(b"\x80")
-            return good, 4
 
 
 # --- verify -----------------------------------------------------------------------------------
@@ -361,31 +332,6 @@ def test_a_report_is_named_after_its_checkpoint(
 
 # --- all commands -----------------------------------------------------------------------------
 
-READERS = ["tree", "show", "verify", "report", "pin", "unpin"]
-
-
-@pytest.mark.parametrize("command", READERS)
-def test_what_is_no_checkpoint_has_its_exit_code(command: str, unusable: tuple[Path, int]) -> None:
-    path, wanted = unusable
-    if command == "verify" and wanted == 4:
-        wanted = 1  # a damaged manifest is damage
-    done = run(command, path)
-    assert done.exit_code == wanted
-    assert str(path) in done.stdout + done.stderr
-    code, found = run_json(command, path)
-    assert code == wanted
-    errors = found["errors"] if command == "verify" else [found["error"]]
-    assert [e["kind"] for e in errors] == {3: ["NotFoundError"], 4: ["FormatError"], 1: []}[wanted]
-
-
-def test_diff_with_what_is_no_checkpoint_has_its_exit_code(
-    unusable: tuple[Path, int], tmp_path: Path
-) -> None:
-    path, wanted = unusable
-    pc.save(tmp_path / "other", state())
-    assert run("diff", tmp_path / "other", path).exit_code == wanted
-    assert run("diff", path, tmp_path / "other").exit_code == wanted
-
 
 def test_no_name_reaches_the_terminal_as_a_command_or_as_markup(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]0;title\x07[bold red]:smile:[/]\u202e"
@@ -434,7 +380,8 @@ def test_a_terminal_gets_colours_and_no_other_escapes(good: Path) -> None:
 
 def test_a_name_that_the_output_cannot_show_is_escaped(tmp_path: Path) -> None:
     pc.save(tmp_path / "a", {"é": 1})
-    done = installed("tree", tmp_path / "a", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = installed(tmp_path, "tree", tmp_path / "a", env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert r"\xe9" in done.stdout
 
@@ -451,36 +398,7 @@ def test_help_and_version_need_neither_jax_nor_tensorstore_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert pc.__version__ in installed("--version").stdout
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["ls", "{root}"], "committed"),
-        (["tree", "{good}"], "kernel"),
-        (["show", "{good}", "params/dense/bias"], "float64"),
-        (["verify", "{good}"], "whole"),
-        (["diff", "{good}", "{good}"], "the same"),
-        (["prune", "{root}", "--last", "1"], "newest 1"),
-        (["pin", "{good}"], "pinned"),
-        (["unpin", "{good}"], "unpinned"),
-        (["report", "{good}", "--output", "{tmp}/page.html"], "page.html"),
-        (["convert", "{good}", "{tmp}/converted", "--dtype", "params/**=float32"], "to write"),
-        (["export", "{good}", "{tmp}/out.safetensors", "--select", "params/**"], "out.safetensors"),
-        (["import", "{tmp}/in.npz", "{tmp}/imported"], "1 leaf in w"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_every_command_runs_as_it_is_installed(
-    good: Path, tmp_path: Path, command: list[str], said: str
-) -> None:
-    pc.save(pc.step_path(tmp_path / "root", 7), {"w": np.zeros(3)})
-    np.savez(tmp_path / "in.npz", w=np.ones(3))
-    places = {"good": good, "tmp": tmp_path, "root": tmp_path / "root"}
-    done = installed(*(part.format(**places) for part in command))
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout + done.stderr
+    assert pc.__version__ in run("--version").stdout
 
 
 INTERRUPTED = """
@@ -634,17 +552,3 @@ def test_what_is_exported_is_imported(good: Path, tmp_path: Path, name: str) -> 
         assert (new["params/dense/kernel"][:] == old["params/dense/kernel"][:]).all()
     assert run("export", good, tmp_path / name).exit_code == 7
     assert run("import", tmp_path / name, tmp_path / "back").exit_code == 7
-
-
-@pytest.mark.parametrize("command", ["convert", "export"])
-def test_what_is_no_checkpoint_cannot_be_moved(
-    command: str, unusable: tuple[Path, int], tmp_path: Path
-) -> None:
-    path, wanted = unusable
-    assert run(command, path, tmp_path / "out.npz").exit_code == wanted
-
-
-def test_what_is_of_no_format_is_not_imported(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("of somebody else")
-    assert run("import", tmp_path / "file", tmp_path / "dst").exit_code == 4
-    assert run("import", tmp_path, tmp_path / "dst").exit_code == 3

@@ -3,12 +3,12 @@
 import click
 
 from pytree_ckpt.cli.failures import FOUND, OK, exit_code
-from pytree_ckpt.cli.output import emit, json_option, say
+from pytree_ckpt.cli.output import emit, json_option, place, say
 from pytree_ckpt.errors import CheckpointError
 
 
 @click.command("verify")
-@click.argument("checkpoints", metavar="CK...", nargs=-1, required=True)
+@click.argument("checkpoints", metavar="CK...", type=place, nargs=-1, required=True)
 @click.option("--quick", is_flag=True, help="Check structure and sizes, but read no array data.")
 @json_option
 @click.pass_context
@@ -34,8 +34,8 @@ def verify_command(ctx: click.Context, checkpoints: tuple[str, ...], quick: bool
 
 
 @click.command("diff")
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=place)
+@click.argument("b", type=place)
 @json_option
 @click.pass_context
 def diff_command(ctx: click.Context, a: str, b: str) -> None:

@@ -24,7 +24,7 @@ MEANINGS: Mapping[int, str] = {
     OK: "it is done; what was checked is whole, what was compared is the same",
     FOUND: "`verify` found damage, `diff` found differences",
     2: "the command line is wrong",
-    3: "there is no checkpoint, or no such leaf in it (`NotFoundError`)",
+    3: "there is no checkpoint, no such leaf in it, or nothing to import (`NotFoundError`)",
     4: "no file of a checkpoint, or of a version that this release cannot read (`FormatError`)",
     5: "the bytes are not those that were saved (`IntegrityError`)",
     6: "the request does not fit the checkpoint (`MismatchError`, `UnsupportedLeafError`)",

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import click
 
-from pytree_ckpt.cli.output import emit, json_option
+from pytree_ckpt.cli.output import emit, json_option, place
 from pytree_ckpt.errors import NotFoundError
 from pytree_ckpt.pictures.text import plain
 
 
 @click.command("tree")
-@click.argument("checkpoint", metavar="CK")
+@click.argument("checkpoint", metavar="CK", type=place)
 @click.option("--depth", type=click.IntRange(min=1), help="How many levels to show.")
 @click.option("--match", metavar="PATTERN", help="Only leaves such as 'params/**/kernel'.")
 @json_option
@@ -35,7 +35,7 @@ def tree_command(checkpoint: str, depth: int | None, match: str | None) -> None:
 
 
 @click.command("show")
-@click.argument("checkpoint", metavar="CK")
+@click.argument("checkpoint", metavar="CK", type=place)
 @click.argument("leaf", required=False)
 @click.option("--stats", is_flag=True, help="Read LEAF: least, greatest, mean, and count of NaNs.")
 @json_option
@@ -62,8 +62,10 @@ def show_command(checkpoint: str, leaf: str | None, stats: bool) -> None:
 
 
 @click.command("report")
-@click.argument("checkpoint", metavar="CK")
-@click.option("--output", "-o", metavar="FILE", help="Where to; by default NAME.html here.")
+@click.argument("checkpoint", metavar="CK", type=place)
+@click.option(
+    "--output", "-o", metavar="FILE", type=place, help="Where to; by default NAME.html here."
+)
 @json_option
 def report_command(checkpoint: str, output: str | None) -> None:
     """Write a page of HTML about CK.

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from pytree_ckpt.cli.output import emit, json_option
+from pytree_ckpt.cli.output import emit, json_option, place
 
 
 def _pairs(ctx: click.Context, option: click.Parameter, texts: Iterable[str]) -> dict[str, str]:
@@ -45,8 +45,8 @@ select_option = click.option(
 
 
 @click.command("convert")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=place)
+@click.argument("dst", type=place)
 @click.option("--mesh", callback=_mesh, metavar="AXIS=SIZE,...", help="Mesh axes, slowest first.")
 @click.option(
     "--spec",
@@ -56,7 +56,7 @@ select_option = click.option(
     metavar="PATTERN=SPEC",
     help="Partition spec of leaves: 'params/**/kernel=model,None'. The first that fits counts.",
 )
-@click.option("--like", metavar="CK", help="Take the layout of this checkpoint.")
+@click.option("--like", metavar="CK", type=place, help="Take the layout of this checkpoint.")
 @click.option("--processes", type=int, help="Processes of the job that will load DST.")
 @click.option(
     "--dtype", multiple=True, callback=_pairs, metavar="PATTERN=DTYPE", help="Dtype of leaves."
@@ -121,8 +121,8 @@ def _usage(error: ValueError) -> None:
 
 
 @click.command("export")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=place)
+@click.argument("dst", type=place)
 @select_option
 @click.option("--separator", help="Between the keys of a name; '.' in safetensors, '/' in npz.")
 @click.option("--max-file-bytes", type=int, default=5_000_000_000, show_default=True)
@@ -148,8 +148,8 @@ def export_command(
 
 
 @click.command("import")
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=place)
+@click.argument("dst", type=place)
 @click.option(
     "--from",
     "kind",

@@ -36,6 +36,10 @@ json_option = click.option(
 )
 
 
+place = click.Path(readable=False)
+"""A path or a URL, for completion alone: whether it is there is for the library to say."""
+
+
 def emit(document: Mapping[str, Any], draw: "Callable[[], Iterable[RenderableType]]") -> None:
     """Print a result: `document` with `--json`, else what `draw` makes."""
     if click.get_current_context().meta[_AS_JSON]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from pytree_ckpt.cli.output import emit, json_option
+from pytree_ckpt.cli.output import emit, json_option, place
 from pytree_ckpt.format.steps import StepNames
 
 
@@ -27,7 +27,7 @@ def _names(prefix: str, width: int) -> StepNames:
 
 
 @click.command("ls")
-@click.argument("root")
+@click.argument("root", type=place)
 @names_options
 @json_option
 def ls_command(root: str, prefix: str, width: int) -> None:
@@ -48,7 +48,7 @@ def _command_to(word: str, *, pinned: bool, text: str) -> click.Command:
     """The command that makes checkpoints `word`."""
 
     @click.command(help=text)
-    @click.argument("checkpoints", metavar="CK...", nargs=-1, required=True)
+    @click.argument("checkpoints", metavar="CK...", type=place, nargs=-1, required=True)
     @json_option
     def command(checkpoints: tuple[str, ...]) -> None:
         from pytree_ckpt.pictures.text import plain
@@ -68,7 +68,7 @@ unpin_command = _command_to("unpinned", pinned=False, text="Let policies have CK
 
 
 @click.command("prune")
-@click.argument("root")
+@click.argument("root", type=place)
 @click.option("--last", type=int, help="Keep the newest so many.")
 @click.option("--every", type=int, help="Keep each step that is a multiple of this.")
 @click.option(

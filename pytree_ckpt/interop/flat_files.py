@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pytree_ckpt.errors import FormatError
+from pytree_ckpt.errors import FormatError, NotFoundError
 from pytree_ckpt.format.boxes import Box, Shape
 
 
@@ -20,9 +20,13 @@ def open_regular(path: Path) -> int:
 
     Raises:
         FormatError: Not a regular file.
+        NotFoundError: There is none.
         OSError: It cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"there is no file at {path}") from None
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)

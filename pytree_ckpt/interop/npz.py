@@ -153,7 +153,7 @@ def import_npz(
 
     Raises:
         FormatError: Not an `.npz`, or an array of objects or of a dtype that is not known.
-        OSError: The file cannot be read.
+        NotFoundError, OSError: The file cannot be read.
         ExistsError: There is a checkpoint at `dst` and `overwrite` is False.
 
     Example:
