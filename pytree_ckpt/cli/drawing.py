@@ -125,8 +125,8 @@ def of_leaf(report: LeafReport) -> Iterator[RenderableType]:
         return
     layout = layout_of(leaf.spec)
     yield Text(layout.words)
-    yield from _planes("the array, and the devices that hold each part", layout.slices)
-    yield from _planes("the devices, in the colour of what they hold", layout.devices)
+    for what, panels in layout.drawn:
+        yield from _planes(what, panels)
     if layout.note:
         yield Text(layout.note, style="yellow")
     numbers = report.statistics

@@ -12,7 +12,6 @@ class Html(str):
 
 
 Content = Html | str
-_VOID = ("meta", "link")
 
 
 def tag(name: str, /, *content: Content, **attributes: str) -> Html:
@@ -27,7 +26,7 @@ def tag(name: str, /, *content: Content, **attributes: str) -> Html:
         for key, value in attributes.items()
     )
     head = f"<{name}{''.join(pairs)}>"
-    return Html(head if name in _VOID else f"{head}{join(*content)}</{name}>")
+    return Html(head if name == "meta" else f"{head}{join(*content)}</{name}>")
 
 
 def join(*content: Content) -> Html:

@@ -47,6 +47,14 @@ class Layout:
     devices: tuple[Panel, ...]
     note: str
 
+    @property
+    def drawn(self) -> tuple[tuple[str, tuple[Panel, ...]], ...]:
+        """All planes, with what they show."""
+        return (
+            ("the array, and the devices that hold each part", self.slices),
+            ("the devices, in the colour of what they hold", self.devices),
+        )
+
 
 def layout_of(spec: ArraySpec) -> Layout:
     """The layout of an array.
@@ -146,14 +154,12 @@ def shape_text(shape: Shape) -> str:
 
 def _words(spec: ArraySpec, grid: Grid) -> str:
     sharding, shape = spec.sharding, spec.shape
-    whole = all(count <= 1 for count in grid.counts)
-    words = [f"each device holds {shape_text(grid.cell)} of {shape_text(shape)}"]
-    if whole:
-        words = [f"each device holds all of {shape_text(shape)}"]
+    is_cut = any(count > 1 for count in grid.counts)
+    part = shape_text(grid.cell) if is_cut else "all"
+    words = [f"each device holds {part} of {shape_text(shape)}"]
     if isinstance(sharding, Named):
         for d, entry in enumerate(sharding.spec):
-            if sharding.mesh.size_of(entry) > 1:
-                size = sharding.mesh.size_of(entry)
+            if (size := sharding.mesh.size_of(entry)) > 1:
                 words.append(f"dimension {d} is cut in {size} by {', '.join(entry)}")
     if sharding is not None and sharding.memory_kind:
         words.append(f"in {sharding.memory_kind}")

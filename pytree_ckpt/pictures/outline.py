@@ -50,7 +50,7 @@ def outline(manifest: Manifest) -> Branch:
     """
     leaves = iter(manifest.leaves)
     above: list[Branch] = []
-    root: Branch | None = None
+    found: list[Branch] = []
     for path, kind in manifest.tree.walk():
         del above[len(path) :]
         branch = Branch(
@@ -60,7 +60,7 @@ def outline(manifest: Manifest) -> Branch:
             leaf=next(leaves) if kind == "leaf" else None,
             children=[],
         )
-        root = root or branch
+        found.append(branch)
         if above:
             above[-1].children.append(branch)
         above.append(branch)
@@ -68,9 +68,7 @@ def outline(manifest: Manifest) -> Branch:
             for ancestor in above:
                 ancestor.leaves += 1
                 ancestor.nbytes += branch.leaf.spec.nbytes if branch.leaf.spec else 0
-    if root is None:
-        raise ValueError("a tree has a root")
-    return root
+    return found[0]
 
 
 def by_size(branch: Branch) -> list[Branch]:

@@ -1,5 +1,6 @@
 """Manifests and reports as HTML: for notebooks, and as a page of its own."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts
 from pytree_ckpt.pictures.html import Content, Html, document, join, tag
 from pytree_ckpt.pictures.layouts import Panel, layout_of
 from pytree_ckpt.pictures.outline import Branch, by_size, outline
-from pytree_ckpt.pictures.style import COLOURS, LABEL_STEP, MAX_LABEL, PAGE_STYLE, STYLE
+from pytree_ckpt.pictures.style import COLOURS, LABEL_STEP, MAP_ASPECT, MAX_LABEL, PAGE_STYLE, STYLE
 from pytree_ckpt.pictures.text import duration_text, percent_text, size_text
 from pytree_ckpt.pictures.treemap import Tile, treemap
 from pytree_ckpt.plan.diffing import Difference
@@ -23,7 +24,6 @@ MAX_LEAVES = 2000
 MAX_LAYOUTS = 40
 MAX_ROWS = 500
 """How much of a list is shown; a line says how much is not."""
-MAP_ASPECT = 2.4
 MAP_CHARACTERS = 130
 """In the width of a treemap on a wide page."""
 OPEN_LEAVES = 40
@@ -82,14 +82,16 @@ def _map(root: Branch) -> Html:
     tiles = treemap(root, aspect=MAP_ASPECT)
     legend = []
     for group, branch in enumerate(by_size(root)[: len(COLOURS)]):
-        share = f"{size_text(branch.nbytes)}, {percent_text(branch.nbytes / root.nbytes)}"
-        legend.append(
-            tag("li", tag("i", style=_background(group)), tag("b", branch.label), f" {share}")
-        )
+        square = tag("i", style=_background(group))
+        legend.append(tag("li", square, tag("b", branch.label), f" {_share(branch, root)}"))
     return join(
         tag("div", *(_tile(tile, root) for tile in tiles), class_="pc-map"),
         tag("ul", *legend, class_="pc-legend"),
     )
+
+
+def _share(branch: Branch, root: Branch) -> str:
+    return f"{size_text(branch.nbytes)}, {percent_text(branch.nbytes / root.nbytes)}"
 
 
 def _background(number: int) -> str:
@@ -102,8 +104,7 @@ def _tile(tile: Tile, root: Branch) -> Html:
         f"left:{place.left:.4%};top:{place.top:.4%};width:{place.width:.4%};"
         f"height:{place.height:.4%};{_background(tile.group)}"
     )
-    about = f"{branch.path or '(root)'}: {size_text(branch.nbytes)}"
-    about += f", {percent_text(branch.nbytes / root.nbytes)}"
+    about = f"{branch.path or '(root)'}: {_share(branch, root)}"
     labels = dict.fromkeys((_label(branch, int(place.width * MAP_CHARACTERS)), _label(branch, 0)))
     spans = (
         tag("span", label, class_=f"pc-n{math.ceil(len(label) / LABEL_STEP) * LABEL_STEP}")
@@ -133,11 +134,14 @@ def _layouts(manifest: Manifest) -> Iterator[Html]:
     for number, (sharding, members) in enumerate(order[:MAX_LAYOUTS]):
         nbytes = sum(spec.nbytes for _, spec in members)
         about = f" {count_text(len(members), 'leaf', 'leaves')}, {size_text(nbytes)}"
-        name = tag("code", str(sharding or "host arrays"))
-        summary = tag("summary", name, tag("span", about, class_="pc-dim"))
-        opened = {"open": ""} if number == 0 else {}
-        yield tag("details", summary, *_layout(members), **opened)
+        head = tag("code", str(sharding or "host arrays")), tag("span", about, class_="pc-dim")
+        yield _details(head, *_layout(members), is_open=number == 0)
     yield from _left_out(len(order) - MAX_LAYOUTS, "layout")
+
+
+def _details(head: Iterable[Content], *content: Content, is_open: bool) -> Html:
+    opened = {"open": ""} if is_open else {}
+    return tag("details", tag("summary", *head), *content, **opened)
 
 
 def _layout(members: Sequence[tuple[Leaf, ArraySpec]]) -> Iterator[Html]:
@@ -148,8 +152,7 @@ def _layout(members: Sequence[tuple[Leaf, ArraySpec]]) -> Iterator[Html]:
     if layout.slices:
         yield tag(
             "div",
-            *_figures("the array, and the devices that hold each part", layout.slices),
-            *_figures("the devices, in the colour of what they hold", layout.devices),
+            *(figure for what, panels in layout.drawn for figure in _figures(what, panels)),
             class_="pc-planes",
         )
     if layout.note:
@@ -205,8 +208,8 @@ def _branch(branch: Branch, total: int, left: list[int]) -> Html:
             break
         items.append(tag("li", _branch(child, total, left)))
     words = tag("span", f" {branch_words(branch, total)}", class_="pc-dim")
-    opened = {"open": ""} if not branch.path or branch.leaves <= OPEN_LEAVES else {}
-    return tag("details", tag("summary", name, words), tag("ul", *items), **opened)
+    is_open = not branch.path or branch.leaves <= OPEN_LEAVES
+    return _details((name, words), tag("ul", *items), is_open=is_open)
 
 
 # --- the save -------------------------------------------------------------------------------------
@@ -231,12 +234,16 @@ def _entries(content: Any) -> Html:
     if not isinstance(content, dict):
         return tag("pre", values.to_text(content))
     items = (
-        tag("li", tag("b", str(key)), " ", tag("code", values.to_text(value)))
-        for key, value in list(content.items())[:MAX_ROWS]
+        (tag("b", str(key)), " ", tag("code", values.to_text(value)))
+        for key, value in content.items()
     )
-    return tag(
-        "ul", *items, *_left_out(len(content) - MAX_ROWS, "entry", "entries"), class_="pc-rows"
-    )
+    return _rows(items, len(content), "entry", "entries")
+
+
+def _rows(items: Iterable[Iterable[Content]], count: int, *words: str) -> Html:
+    """The first of `count` items, below each other."""
+    shown = (tag("li", *item) for item in itertools.islice(items, MAX_ROWS))
+    return tag("ul", *shown, *_left_out(count - MAX_ROWS, *words), class_="pc-rows")
 
 
 # --- reports --------------------------------------------------------------------------------------
@@ -246,34 +253,28 @@ def damage_html(
     path: str, damage: Sequence[Damage], *, checked: str, unchecked: Sequence[str]
 ) -> str:
     """What a verification found."""
-    state = (
-        tag("b", f"damaged in {count_text(len(damage), 'place')}", class_="pc-bad")
-        if damage
-        else tag("b", "whole", class_="pc-good")
-    )
-    items = (
-        tag("li", tag("code", item.path or "the checkpoint"), " ", item.text)
-        for item in damage[:MAX_ROWS]
-    )
+    bad = f"damaged in {count_text(len(damage), 'place')}" if damage else ""
+    items = ((tag("code", item.path or "the checkpoint"), " ", item.text) for item in damage)
     return fragment(
-        tag("p", state, " ", tag("code", path), f" {checked}"),
-        tag("ul", *items, *_left_out(len(damage) - MAX_ROWS, "damage"), class_="pc-rows"),
+        tag("p", _verdict(bad, "whole"), " ", tag("code", path), f" {checked}"),
+        _rows(items, len(damage), "damage"),
         *(tag("p", f"not checked: {what}", class_="pc-dim") for what in unchecked),
     )
 
 
 def differences_html(a: str, b: str, differences: Sequence[Difference], *, compared: str) -> str:
     """What a comparison found."""
-    state = (
-        tag("b", count_text(len(differences), "difference"), class_="pc-bad")
-        if differences
-        else tag("b", "the same", class_="pc-good")
-    )
-    items = (tag("li", tag("code", str(item))) for item in differences[:MAX_ROWS])
+    bad = count_text(len(differences), "difference") if differences else ""
+    state = _verdict(bad, "the same")
+    items = ([tag("code", str(item))] for item in differences)
     return fragment(
         tag("p", state, " ", tag("code", a), " → ", tag("code", b), f" {compared}"),
-        tag("ul", *items, *_left_out(len(differences) - MAX_ROWS, "difference"), class_="pc-rows"),
+        _rows(items, len(differences), "difference"),
     )
+
+
+def _verdict(bad: str, good: str) -> Html:
+    return tag("b", bad or good, class_="pc-bad" if bad else "pc-good")
 
 
 def _left_out(count: int, one: str, many: str | None = None) -> Iterator[Html]:

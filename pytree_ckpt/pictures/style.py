@@ -6,6 +6,8 @@ COLOURS = (
 )
 """Of slices and parts of a tree; dark text can be read on each."""
 
+MAP_ASPECT = 2.4
+"""Width of a treemap by its height."""
 LABEL_STEP = 3
 MAX_LABEL = 36
 """Labels of a treemap are shown where as many characters fit as the multiple of `LABEL_STEP` that
@@ -33,7 +35,7 @@ STYLE = f"""
 .pc-facts div {{min-width: 0}}
 .pc-facts dt {{font-size: .8em; opacity: .68}}
 .pc-facts dd {{margin: 0}}
-.pc-map {{position: relative; width: 100%; aspect-ratio: 2.4; border-radius: 6px;
+.pc-map {{position: relative; width: 100%; aspect-ratio: {MAP_ASPECT}; border-radius: 6px;
  overflow: hidden}}
 .pc-map > div {{position: absolute; box-sizing: border-box; container-type: size;
  border: 1px solid Canvas; color: #16202b; border-radius: 3px}}

@@ -71,9 +71,10 @@ def squarify(weights: Sequence[float], place: Rectangle, *, aspect: float) -> li
         side = min(across, down)
         while rest and _worst([*row, rest[0]], scale, side) <= _worst(row, scale, side):
             row.append(rest.pop(0))
-        share = sum(row) / (sum(row) + sum(rest))
-        parts, place = _lay(row, share, place, in_a_column=across >= down)
-        found += parts
+        is_tall = across < down
+        parts, left = _lay(row, sum(rest), _turned(place) if is_tall else place)
+        found += map(_turned, parts) if is_tall else parts
+        place = _turned(left) if is_tall else left
     return found
 
 
@@ -84,29 +85,18 @@ def _worst(row: Sequence[float], scale: float, side: float) -> float:
     return max(max(length / thickness, thickness / length) for length in lengths)
 
 
-def _lay(
-    row: Sequence[float], share: float, place: Rectangle, *, in_a_column: bool
-) -> tuple[list[Rectangle], Rectangle]:
-    """Rectangles of a row that takes `share` of `place`, and what is left of `place`."""
-    parts, at = [], 0.0
-    left, top, width, height = place.left, place.top, place.width, place.height
+def _turned(place: Rectangle) -> Rectangle:
+    """Rows for columns."""
+    return Rectangle(left=place.top, top=place.left, width=place.height, height=place.width)
+
+
+def _lay(row: Sequence[float], rest: float, place: Rectangle) -> tuple[list[Rectangle], Rectangle]:
+    """Rectangles of a row, one below the other, and what is left of `place` for the `rest`."""
+    width, top = place.width * sum(row) / (sum(row) + rest), place.top
+    parts = []
     for weight in row:
-        part = weight / sum(row)
-        if in_a_column:
-            parts.append(
-                Rectangle(
-                    left=left, top=top + at * height, width=width * share, height=height * part
-                )
-            )
-        else:
-            parts.append(
-                Rectangle(
-                    left=left + at * width, top=top, width=width * part, height=height * share
-                )
-            )
-        at += part
-    if in_a_column:
-        taken = width * share
-        return parts, Rectangle(left=left + taken, top=top, width=width - taken, height=height)
-    taken = height * share
-    return parts, Rectangle(left=left, top=top + taken, width=width, height=height - taken)
+        height = place.height * weight / sum(row)
+        parts.append(Rectangle(left=place.left, top=top, width=width, height=height))
+        top += height
+    left, remaining = place.left + width, place.width - width
+    return parts, Rectangle(left=left, top=place.top, width=remaining, height=place.height)
