@@ -256,13 +256,13 @@ class Table:
     def _line(name: str, cells: list[str]) -> None:
         widths = [7, 5, 7, 18, 10, 6, 6]
         row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        print(f"{name:<52}{row}", flush=True)
+        print(f"{name:<62}{row}", flush=True)
 
     def add(self, name: str, campaign) -> None:
         from tests.faults.judge import Tally
 
         if isinstance(campaign, str):
-            print(f"{name:<52}  skipped: {campaign}", flush=True)
+            print(f"{name:<62}  skipped: {campaign}", flush=True)
             return
         started = time.monotonic()
         try:
