@@ -28,6 +28,7 @@ from pytree_ckpt.format.shardings import Mesh as PlainMesh
 from pytree_ckpt.format.shardings import Named, cell_of
 from pytree_ckpt.plan.loading import plan_reads
 from pytree_ckpt.plan.saving import ArrayForm, plan_save
+from pytree_ckpt.sweeps import no_sweeps
 
 DEVICES = 8
 
@@ -42,6 +43,7 @@ def seconds(work: Callable[[], Any], rounds: int = 3) -> float:
     return min(taken)
 
 
+@no_sweeps()  # as a save and a load do
 def plan_both(leaves: int) -> None:
     """Plan a save and a load of `leaves` arrays of 4 KiB, in as many shapes as a model has."""
     mesh = PlainMesh(
