@@ -928,14 +928,13 @@ def test_a_guard_against_transfers_allows_those_of_a_save_and_a_load(
         "loose": jnp.asarray(2.0),
         "host": np.arange(3),
     }
+    paths = [tmp_path / "ckpt", tmp_path / "background"]
     with jax.transfer_guard("disallow"):
-        pc.save(tmp_path / "ckpt", state)
-        pc.save_async(tmp_path / "background", state).result()
-        for path in ("ckpt", "background"):
-            for target in (state, None):
-                found = pc.load(tmp_path / path, target)
-                assert set(found) == set(state)
-                assert all(same(found[k], state[k]) for k in ("array", "loose", "host"))
-                assert jnp.array_equal(
-                    jax.random.key_data(found["key"]), jax.random.key_data(state["key"])
-                )
+        pc.save(paths[0], state)
+        pc.save_async(paths[1], state).result()
+        loaded = [pc.load(path, target) for path in paths for target in (state, None)]
+    for found in loaded:
+        assert set(found) == set(state)
+        assert all(same(found[k], state[k]) for k in ("array", "loose", "host"))
+        data = jax.random.key_data(found["key"])
+        assert jnp.array_equal(data, jax.random.key_data(state["key"]))
