@@ -1303,3 +1303,20 @@ def test_a_forked_child_neither_keeps_a_lock_nor_takes_it_from_its_owner(tmp_pat
         [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True
     )
     assert (done.stdout.split(), done.stderr) == (["held", "busy"], "")
+
+
+def test_a_checkpoint_that_is_deleted_while_a_load_looks_for_it_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest goes first: a load that misses it looks at the folder, which goes next."""
+    path = tmp_path / "ckpt"
+    path.mkdir()
+    listdir = os.listdir
+
+    def late(folder: Any) -> list[str]:
+        path.rmdir()
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", late)
+    with pytest.raises(pc.NotFoundError, match="there is nothing at"):
+        pc.load(path)

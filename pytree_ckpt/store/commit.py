@@ -42,11 +42,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _why_not_found(path: Path) -> str:
-    if not path.exists():
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):  # also when it goes at this moment
+        if path.exists() and not path.is_dir():
+            return f"{path} is a file, a checkpoint is a folder"
         return f"there is nothing at {path}"
-    if not path.is_dir():
-        return f"{path} is a file, a checkpoint is a folder"
-    names = os.listdir(path)
     if any(_DATA_DIR.fullmatch(name) for name in names):
         return f"{path} holds a save that never committed; there is no checkpoint to load"
     if "_METADATA" in names or "_CHECKPOINT_METADATA" in names:

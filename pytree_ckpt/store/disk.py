@@ -241,7 +241,6 @@ class FolderLock:
         self.release()
 
     def __del__(self) -> None:
-        if (
-            os is not None
-        ):  # When the interpreter ends its modules go first; the kernel gives the lock back.
+        # When the interpreter ends its modules go first; the kernel gives the lock back.
+        if os is not None:
             self.release()
