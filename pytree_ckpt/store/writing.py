@@ -117,8 +117,7 @@ class Writer:
             # First of all, because TensorStore would follow a link in its place.
             folder.make_folder()
         digests: dict[tuple[int, int], bytes] = {}
-        count = self._threads + (_WAITING if self._is_slow(files=len(rows)) else 1)
-        with Workers(count, "pytree_ckpt-save", all_or_nothing=True) as pool:
+        with Workers(self._count(files=len(rows)), "pytree_ckpt-save", all_or_nothing=True) as pool:
             described = pool.submit(partial(f.write_new, text) for f, text in self._metadata())
             pending = []
             for leaf, of_leaf in itertools.groupby(self._order or rows, key=lambda row: row[0]):
@@ -150,13 +149,20 @@ class Writer:
             ),
         )
 
-    def _is_slow(self, *, files: int) -> bool:
-        """Whether threads would wait for the disk most of the time."""
-        if files <= self._threads:
-            return False
-        started = time.perf_counter()
-        (self._data / "arrays").sync()
-        return time.perf_counter() - started > _SLOW_SYNC_S
+    def _count(self, *, files: int) -> int:
+        """Threads to start: one more than processors, because each waits until its file is durable.
+
+        Many more where that takes time. None more where an order was asked for: its shards are made
+        in batches, and a batch for each thread is in memory.
+        """
+        if self._order is not None:
+            return self._threads
+        if files > self._threads:
+            started = time.perf_counter()
+            (self._data / "arrays").sync()
+            if time.perf_counter() - started > _SLOW_SYNC_S:
+                return self._threads + _WAITING
+        return self._threads + 1
 
     def _shard_jobs(
         self, store: ts.TensorStore | None, rows: Sequence[tuple[int, int]]
