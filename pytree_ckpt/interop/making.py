@@ -68,7 +68,9 @@ def make_checkpoint(
     location = locate(dst)
     with location.attempt(overwrite=overwrite, needed_nbytes=plan.nbytes) as attempt:
         folder = location / data_dir(attempt.nonce)
-        writer = Writer(folder, plan, view, process=0, options=options, clock=clock)
+        # An order keeps few of them in memory at once: a source may be decoded whole.
+        order = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
+        writer = Writer(folder, plan, view, process=0, options=options, clock=clock, order=order)
         complete = dataclasses.replace(
             draft,
             nonce=attempt.nonce,
