@@ -34,9 +34,7 @@ _ROW_NBYTES = 64
 
 
 class SaveJob:
-    """A save whose tree is described: nothing is written yet, and nothing in the tree is wrong.
-
-    The rest, planning too, is left to `run`, which need not be where the training loop waits.
+    """A save that is planned: nothing is written yet, and nothing in the tree is wrong.
 
     With several processes, process 0 makes the data folder, all write into it, and process 0
     commits. They meet three times: when process 0 has told where, when all have told that they
@@ -64,14 +62,26 @@ class SaveJob:
             self.location = locate(path)
             with self.clock.stage("plan"), no_sweeps():
                 described = describe(tree)
-            self._metadata = values.check_metadata(metadata)
-            self._metrics = dict(metrics or {})
+                self._plan = plan_save(
+                    described.paths,
+                    described.forms,
+                    described.codes,
+                    process=self._process,
+                    process_of=processes.process_of_device(),
+                    codec=self._options.codec,
+                )
+                self._draft = _draft(
+                    described, self._plan, values.check_metadata(metadata), metrics, self._options
+                )
             if self._process == 0:
                 self.location.check_free(overwrite=overwrite)
             self._base = None if base is None else Base(locate(base), self.location)
+            self._texts = [] if base is None else list(map(to_text, described.paths))
             self._views = HostViews(described)
-        # The views alone hold arrays, and let them go.
-        self._described = dataclasses.replace(described, arrays={})
+        self._per_process = {
+            (leaf, self._process): value for leaf, value in described.per_process.items()
+        }
+        self._copied = described.copied
 
     def freeze(self) -> None:
         """Let the caller have the tree back."""
@@ -87,7 +97,6 @@ class SaveJob:
     def run(self, before: Callable[[], None] = lambda: None) -> Manifest:
         """Write and commit; process 0 does `before` first."""
         with self._session:
-            self._plan_shards()
             if self._process:
                 manifest = self._follow()
             else:
@@ -104,23 +113,6 @@ class SaveJob:
         )
         monitoring.record("save", self.clock.seconds)
         return manifest
-
-    def _plan_shards(self) -> None:
-        """Who writes what, and the manifest but for what is known at the end."""
-        described = self._described
-        with self.clock.stage("plan"), no_sweeps():
-            self._plan = plan_save(
-                described.paths,
-                described.forms,
-                described.codes,
-                process=self._process,
-                process_of=processes.process_of_device(),
-                codec=self._options.codec,
-            )
-            self._draft = _draft(
-                described, self._plan, self._metadata, self._metrics, self._options
-            )
-            self._texts = [] if self._base is None else list(map(to_text, described.paths))
 
     def _lead(self) -> Manifest:
         """As process 0: make the place, write, commit."""
@@ -217,8 +209,7 @@ class SaveJob:
                 texts=self._texts,
                 on_write=progress and (lambda done: progress(done, nbytes)),
             )
-            own = self._described.per_process.items()
-            table = writer.write({(leaf, self._process): value for leaf, value in own})
+            table = writer.write(self._per_process)
         if self._base is not None:
             self._base.release()  # it may be what this save replaces
         return table.nbytes, table.id, writer.linked_nbytes
@@ -241,7 +232,7 @@ class SaveJob:
         with self.clock.stage("compare"):
             contents = {
                 leaf: digest_of(digest, self._views(leaf, whole(spec.shape)))
-                for leaf in self._described.copied
+                for leaf in self._copied
                 if (spec := specs[leaf]) is not None
             }
         intent = agreement.Intent(draft=self._draft, overwrite=self._overwrite, contents=contents)
@@ -265,7 +256,7 @@ def _draft(
     described: Described,
     plan: SavePlan,
     metadata: Any,
-    metrics: Mapping[str, float],
+    metrics: Mapping[str, float] | None,
     options: SaveOptions,
 ) -> Manifest:
     """The manifest but for what is known only at the end; too large a one is refused here."""
@@ -287,7 +278,7 @@ def _draft(
         platform=processes.platform(),
         tables=(TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32)),) * processes.process_count(),
         metadata=metadata,
-        metrics=metrics,
+        metrics=metrics or {},
         versions=versions(),
         created=0.0,
         seconds={},
