@@ -1,6 +1,6 @@
 """Put the leaves of a load together: what to read for each, and where what was read goes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,20 @@ class _Pending:
         return [whole(self.spec.shape)] if self.layout is None else self.layout.boxes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """The boxes of an array that are to be read.
+
+    Attributes:
+        numbers: Of each box among those that this process holds, -1 if it does not.
+        wanters: The processes that want each box, where it is for all processes.
+    """
+
+    boxes: Sequence[Box]
+    numbers: Sequence[int]
+    wanters: tuple[tuple[int, ...], ...]
+
+
 _PLACE_WHOLE_NBYTES = 64 << 20
 """Arrays up to this size wait on the host until all of their boxes are there."""
 
@@ -82,7 +96,7 @@ class Assembly:
         self._layout_of: dict[Any, placing.Layout] = {}
         self._plan_of: dict[tuple[int, ...], ReadPlan] = {}
         self._goes_to: list[list[tuple[_Pending, int]]] = []
-        self._wanters_of: dict[Any, dict[Box, tuple[int, ...]]] = {}
+        self._wanted_of: dict[Any, _Wanted] = {}
         self.wanters: list[tuple[tuple[int, ...], ...]] = []
         """By request the processes that want each box of it."""
 
@@ -109,12 +123,12 @@ class Assembly:
         if plan is None:
             parts = [_spec_of(part) for part in source.parts]
             if source.is_stack:
-                plan = plan_stacked_reads(pending.spec, parts, list(wanted))
+                plan = plan_stacked_reads(pending.spec, parts, wanted.boxes)
             else:
-                plan = plan_reads(parts[0], list(wanted))
+                plan = plan_reads(parts[0], wanted.boxes)
             self._plan_of[key] = plan
-        self._goes_to.append(_own_numbers(pending, wanted))
-        self.wanters.append(tuple(wanted.values()))
+        self._goes_to.append([(pending, at) for at in wanted.numbers])
+        self.wanters.append(wanted.wanters)
         return Request(leaf=source.parts[0], plan=plan, rest=source.parts[1:])
 
     def _request_indices(self, items: Sequence[Item]) -> Request:
@@ -126,22 +140,28 @@ class Assembly:
         for item in items:
             pending, index = self._begin(item), item.source.index or 0
             wanted = self._wanted(pending)
-            boxes += [Box((index, *box.start), (index + 1, *box.stop)) for box in wanted]
-            goes_to += _own_numbers(pending, wanted)
-            wanters += wanted.values()
+            boxes += [Box((index, *b.start), (index + 1, *b.stop)) for b in wanted.boxes]
+            goes_to += [(pending, at) for at in wanted.numbers]
+            wanters += wanted.wanters
         self._goes_to.append(goes_to)
         self.wanters.append(tuple(wanters))
         return Request(leaf=stored, plan=plan_reads(_spec_of(stored), boxes))
 
-    def _wanted(self, pending: _Pending) -> dict[Box, tuple[int, ...]]:
-        """The boxes of an array that are to be read, and who wants each."""
+    def _wanted(self, pending: _Pending) -> _Wanted:
+        """The boxes of an array that are to be read."""
+        own, item = pending.wanted, pending.item
         if not self._for_all:
-            return dict.fromkeys(pending.wanted, (processes.process_index(),))
-        item = pending.item
+            return _Wanted(boxes=own, numbers=range(len(own)), wanters=())
         mark = (item.sharding if item.on_device else None, pending.spec.shape)
-        if mark not in self._wanters_of:
-            self._wanters_of[mark] = placing.wanters(*mark)
-        return self._wanters_of[mark]
+        if mark not in self._wanted_of:
+            number_of = {box: at for at, box in enumerate(own)}
+            found = placing.wanters(*mark)
+            self._wanted_of[mark] = _Wanted(
+                boxes=list(found),
+                numbers=[number_of.get(box, -1) for box in found],
+                wanters=tuple(found.values()),
+            )
+        return self._wanted_of[mark]
 
     def _begin(self, item: Item) -> _Pending:
         spec, layout = _spec_of(item.leaf), None
@@ -248,12 +268,6 @@ def _spec_of(leaf: Leaf) -> ArraySpec:
     if leaf.spec is None:
         raise CheckpointError(f"{leaf.text} is not an array")
     return leaf.spec
-
-
-def _own_numbers(pending: _Pending, boxes: Iterable[Box]) -> list[tuple[_Pending, int]]:
-    """Where each box goes: its number among those that this process holds, -1 if it does not."""
-    number_of = {box: at for at, box in enumerate(pending.wanted)}
-    return [(pending, number_of.get(box, -1)) for box in boxes]
 
 
 def _from_boxes(pending: _Pending, layout: placing.Layout) -> jax.Array:

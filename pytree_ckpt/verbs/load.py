@@ -256,7 +256,7 @@ def _read(
                 requests = assembly.requests(found.items)
             assembly.put_values(found.items, reader)
             if session is None:
-                total = sum(request.plan.nbytes_read for request in requests)
+                total = sum(request.plan.nbytes_read for request in requests) if progress else 0
                 return reader.read(requests)
             wanters = assembly.wanters
             striped = StripedReader(reader, requests, wanters, options=options, clock=clock)
