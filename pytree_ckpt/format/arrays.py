@@ -71,10 +71,8 @@ class ArraySpec:
         if self.codec not in CODECS:
             raise ValueError(f"codec {self.codec!r} is not known to this release")
         Grid(self.shape, cell_of(self.sharding, self.shape))  # that it can be
-        shards, chunks = (
-            Grid(self.shape, self.shard_shape),
-            Grid(self.shard_shape, self.chunk_shape),
-        )
+        shards = Grid(self.shape, self.shard_shape)
+        chunks = Grid(self.shard_shape, self.chunk_shape)
         object.__setattr__(self, "shards", shards)
         object.__setattr__(self, "chunks", chunks)
         if any(s % c for s, c in zip(self.shard_shape, self.chunk_shape, strict=True)):

@@ -124,7 +124,10 @@ class Writer:
                 # Opened one after the other, while the threads write what is before.
                 store = None if self._is_raw(leaf) else self._open_leaf(leaf)
                 own = list(of_leaf)
-                pending.append((own, pool.submit(self._shard_jobs(store, own))))
+                written = pool.submit(
+                    partial(self._once, row, partial(self._write_shard, store, *row)) for row in own
+                )
+                pending.append((own, written))
             pieces = pool.submit(
                 partial(self._once, (PACKED, number), partial(self._write_piece, *piece))
                 for number, piece in enumerate(self._pieces())
@@ -163,12 +166,6 @@ class Writer:
             if time.perf_counter() - started > _SLOW_SYNC_S:
                 return self._threads + _WAITING
         return self._threads + 1
-
-    def _shard_jobs(
-        self, store: ts.TensorStore | None, rows: Sequence[tuple[int, int]]
-    ) -> Iterable[Callable[[], bytes]]:
-        jobs = (partial(self._write_shard, store, *row) for row in rows)
-        return (partial(self._once, row, job) for row, job in zip(rows, jobs, strict=True))
 
     def _once(self, key: tuple[int, int], write: Callable[[], bytes]) -> bytes:
         """The digests of what `write` writes, unless the journal has them."""
@@ -318,19 +315,24 @@ class Writer:
         found: list[bytes] = []
         runs = self._runs(rows, nbytes, found)
         folder = contents.packed_folder(self._data, self._process)
-        with self._budget.hold(nbytes), no_sweeps():
+        with self._budget.hold(nbytes):
             if store is None:
-                with new_raw(
-                    f"{folder}/{zarr.shard_file((base // packed.shard_nbytes,))}",
-                    chunk_nbytes=packed.chunk_nbytes,
-                    chunks=packed.shard_nbytes // packed.chunk_nbytes,
-                    present=nbytes // packed.chunk_nbytes,
-                ) as append:
+                # Collections are off until the file must be durable, which may take long.
+                with (
+                    new_raw(
+                        f"{folder}/{zarr.shard_file((base // packed.shard_nbytes,))}",
+                        chunk_nbytes=packed.chunk_nbytes,
+                        chunks=packed.shard_nbytes // packed.chunk_nbytes,
+                        present=nbytes // packed.chunk_nbytes,
+                    ) as append,
+                    no_sweeps(),
+                ):
                     for run in runs:
                         with self._clock.stage("write"):
                             append(*run)
             else:
-                whole = np.frombuffer(b"".join(itertools.chain.from_iterable(runs)), np.uint8)
+                with no_sweeps():
+                    whole = np.frombuffer(b"".join(itertools.chain.from_iterable(runs)), np.uint8)
                 with self._clock.stage("write"), storage_errors(f"writing {folder.in_errors}"):
                     place = store[base : base + nbytes]
                     place.write(whole, can_reference_source_data_indefinitely=True).result()
