@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pytree_ckpt as pc
+from pytree_ckpt.format import wire
 from pytree_ckpt.jaxio import buffers
 from tests.bitwise import assert_same
 from tests.gates import FullDisk, Gate, after_writing, before_writing
@@ -517,3 +518,12 @@ def test_a_save_that_begins_while_the_interpreter_exits_is_durable(tmp_path: Pat
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert pc.verify(tmp_path / "ckpt").ok
+
+
+def test_a_tree_that_no_manifest_can_hold_is_refused_by_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(pc.FormatError, match="limit is 1000"):
+        pc.save_async(tmp_path / "ckpt", {"text": "x" * 1000})
+    assert not list(tmp_path.iterdir())
