@@ -308,6 +308,25 @@ def test_a_copy_that_does_not_end_costs_a_step_more_on_disk_and_no_save(
     assert pc.steps(near) == [4, 5]
 
 
+def test_who_waits_long_for_a_copy_is_told_for_which(near: Path, disk: Path, gate: Gate) -> None:
+    told: list[str] = []
+
+    class Opening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            gate.open()
+
+    opening = Opening(logging.WARNING)
+    logging.getLogger("pytree_ckpt").addHandler(opening)
+    try:
+        with manager_of(near, disk, save_options=pc.SaveOptions(timeout_s=0.05)) as manager:
+            manager.save(1, state(1))
+    finally:
+        logging.getLogger("pytree_ckpt").removeHandler(opening)
+    assert told[0] == f"waiting for the copy of step 1 to {disk}"
+    assert pc.steps(disk) == [1]
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 

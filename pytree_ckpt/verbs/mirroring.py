@@ -93,7 +93,11 @@ class Mirror:
 
     def wait(self) -> bool:
         """Wait a while until nothing is being copied, or is to be; whether it is so."""
-        return self._copy is None or self._copy.wait(self._patience_s)
+        if self._copy is None or self._copy.wait(self._patience_s):
+            return True
+        # Storage that hangs and one that is slow look alike: who waits is told for what.
+        _LOG.warning("waiting for the copy of step %s to %s", self._step, self._far)
+        return False
 
     def check(self) -> None:
         """Raise what the last copy failed with, once."""
