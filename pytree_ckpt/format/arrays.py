@@ -92,6 +92,11 @@ class ArraySpec:
         """The dtype that the user sees: for keys `key<impl>`."""
         return self.dtype if self.key_impl is None else f"key<{self.key_impl}>"
 
+    def describe(self) -> str:
+        """Dtype, shape and layout as the user sees them."""
+        shape = f"{self.logical_dtype}{list(self.logical_shape)}"
+        return f"{shape} {self.sharding or 'host array'}"
+
     @property
     def itemsize(self) -> int:
         return int(dtypes.dtype_of(self.dtype).itemsize)

@@ -70,8 +70,7 @@ class Leaf:
             return "one value per process"
         if self.spec is None:
             return type(self.value).__name__
-        shape = f"{self.spec.logical_dtype}{list(self.spec.logical_shape)}"
-        return f"{shape} {self.spec.sharding or 'host array'}"
+        return self.spec.describe()
 
 
 @dataclass(frozen=True, kw_only=True)

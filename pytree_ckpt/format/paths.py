@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -118,9 +119,7 @@ def to_file_names(paths: Sequence[Path]) -> list[str]:
         ['params.%2E%2E', '%root']
     """
     names = [".".join(map(_segment, path)) or "%root" for path in paths]
-    seen: dict[str, int] = {}
-    for name in names:
-        seen[name.lower()] = seen.get(name.lower(), 0) + 1
+    seen = Counter(name.lower() for name in names)
     return [
         name
         if len(name) <= MAX_FILE_NAME and seen[name.lower()] == 1

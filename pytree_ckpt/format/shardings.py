@@ -132,6 +132,20 @@ def same_layout(a: Sharding, b: Sharding) -> bool:
             return False
 
 
+def same_place(a: Sharding | None, b: Sharding | None) -> bool:
+    """Whether two arrays of one shape are laid out alike, in one kind of memory."""
+    if a is None or b is None:
+        return a is b
+    return a.memory_kind == b.memory_kind and same_layout(a, b)
+
+
+def place_text(sharding: Sharding | None) -> str:
+    """Layout and kind of memory in words; `None` is a host array."""
+    if sharding is None:
+        return "host array"
+    return f"{sharding} in {sharding.memory_kind}" if sharding.memory_kind else str(sharding)
+
+
 def cell_of(sharding: Sharding | None, shape: Shape) -> Shape:
     """Shape of the box that one device holds; `None` is a host array, held whole.
 

@@ -190,16 +190,10 @@ class ShardIndex:
         if rows != total:
             raise FormatError(f"the tables have {rows} shards, the manifest has {total}")
         base = np.concatenate([_no_rows(), [0], np.cumsum(np.asarray(counts, np.int64))])
-        columns = _Columns(base, total)
+        columns = _Columns(specs, base, self._digest_nbytes)
         for at, table in enumerate(tables):
-            columns.enter(specs, at, table.arrays, packed=None, digest_nbytes=self._digest_nbytes)
-            columns.enter(
-                specs,
-                at,
-                table.packed_rows,
-                packed=table.packed,
-                digest_nbytes=self._digest_nbytes,
-            )
+            columns.enter(at, table.arrays, packed=None)
+            columns.enter(at, table.packed_rows, packed=table.packed)
         # Lists, because they are read one element at a time.
         self._base: list[int] = base.tolist()
         self._process: list[int] = columns.process.tolist()
@@ -234,21 +228,16 @@ class ShardIndex:
 class _Columns:
     """For each shard of a checkpoint its table, its first digest there, its packed offset."""
 
-    def __init__(self, base: Ints, total: int) -> None:
-        self.base = base
+    def __init__(self, specs: Sequence[ArraySpec | None], base: Ints, digest_nbytes: int) -> None:
+        self._specs = specs
+        self._base = base
+        self._digest_nbytes = digest_nbytes
+        total = int(base[-1])
         self.process = np.full(total, -1, np.int64)
         self.first = np.zeros(total, np.int64)
         self.offset = np.zeros(total, np.int64)
 
-    def enter(
-        self,
-        specs: Sequence[ArraySpec | None],
-        at: int,
-        rows: Rows,
-        *,
-        packed: Packed | None,
-        digest_nbytes: int,
-    ) -> None:
+    def enter(self, at: int, rows: Rows, *, packed: Packed | None) -> None:
         """Take the rows of one table, each checked.
 
         As many rows as shards, and none twice: so each shard is there once.
@@ -258,15 +247,15 @@ class _Columns:
                 raise FormatError("a table has digests of no shard")
             return
         leaf, shard = rows.leaf, rows.shard
-        if leaf.max() >= len(self.base) - 1:
+        if leaf.max() >= len(self._base) - 1:
             raise FormatError("a table names a leaf that the manifest does not have")
-        if (shard >= self.base[leaf + 1] - self.base[leaf]).any():
+        if (shard >= self._base[leaf + 1] - self._base[leaf]).any():
             raise FormatError("a table names a shard that its leaf does not have")
-        where = self.base[leaf] + shard
+        where = self._base[leaf] + shard
         if (self.process[where] >= 0).any():
             raise FormatError("a shard is in two tables")
-        chunks, nbytes = _extents(specs, rows, "array" if packed is None else "packed")
-        if int(chunks.sum()) * digest_nbytes != len(rows.digests):
+        chunks, nbytes = _extents(self._specs, rows, "array" if packed is None else "packed")
+        if int(chunks.sum()) * self._digest_nbytes != len(rows.digests):
             raise FormatError("a table does not have one digest for each chunk")
         if packed is not None:
             if (rows.offset > packed.nbytes - nbytes).any():

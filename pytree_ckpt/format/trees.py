@@ -88,10 +88,9 @@ class Tree:
 
     def empties(self) -> dict[Path, NodeKind]:
         """Nodes that hold nothing: None, and containers without children, by path."""
-        counts = iter(self.counts)
         return {
             path: _empty_family(kind)
-            for (path, kind), count in zip(self.walk(), counts, strict=True)
+            for (path, kind), count in zip(self.walk(), self.counts, strict=True)
             if kind != "leaf" and count == 0
         }
 

@@ -56,6 +56,13 @@ def from_wire(item: Any) -> Value:
             raise ValueError(f"a value of unknown form: {str(item)[:80]}")
 
 
+def same(a: Value | None, b: Value | None) -> bool:
+    """Whether two values, or the lack of one, are equal in type and in every bit."""
+    if a is None or b is None:
+        return a is b
+    return to_wire(a) == to_wire(b)
+
+
 def to_text(value: object) -> str:
     """A value in one short line; the whole of it may be a megabyte.
 

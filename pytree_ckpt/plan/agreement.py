@@ -5,7 +5,6 @@ import hashlib
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pytree_ckpt.format import manifest_file, values, wire
 from pytree_ckpt.format.manifest import Leaf, Manifest
@@ -71,7 +70,7 @@ def differences(mine: Intent, theirs: Intent) -> list[str]:
         own, other = own_leaves.get(text), other_leaves.get(text)
         if own is None or other is None or own.spec != other.spec or own.path != other.path:
             found.append(f"{text or '(root)'}: {_words(own)} in process 0, {_words(other)} here")
-        elif _bits(own) != _bits(other):
+        elif not values.same(own.value, other.value):
             pair = f"{reprlib.repr(own.value)} in process 0, {reprlib.repr(other.value)} here"
             found.append(f"{text or '(root)'}: {pair}{_ADVICE}")
         elif mine.contents.get(own.index) != theirs.contents.get(other.index):
@@ -82,10 +81,6 @@ def differences(mine: Intent, theirs: Intent) -> list[str]:
 
 
 _ADVICE = "; what each process has its own of goes in PerProcess(value)"
-
-
-def _bits(leaf: Leaf) -> list[Any] | None:
-    return None if leaf.value is None else values.to_wire(leaf.value)
 
 
 def _words(leaf: Leaf | None) -> str:

@@ -81,8 +81,7 @@ class ConvertPlan:
         spec = self.spec(leaf)
         files = count_text(spec.num_shards, "file")
         stored = spec.storage if spec.storage != "array" else files
-        shape = f"{spec.logical_dtype}{list(spec.logical_shape)}"
-        return f"{shape} {spec.sharding or 'host array'}, {stored}"
+        return f"{spec.describe()}, {stored}"
 
     def __str__(self) -> str:
         lines = [
@@ -158,7 +157,7 @@ def plan_convert(
     if wrong:
         remedy = "A pattern must match, and what it asks for must fit every leaf it matches."
         raise MismatchError(wrong, leaves=len(manifest.leaves), remedy=remedy)
-    return _planned(manifest, tree, leaves, made, codes, casts, codec, processes, process_count)
+    return _planned(tree, leaves, made, codes, casts, codec, processes, process_count)
 
 
 def _selected(
@@ -256,7 +255,6 @@ class _Casts:
 
 
 def _planned(
-    manifest: Manifest,
     tree: Tree,
     leaves: Sequence[Leaf],
     forms: Sequence[ArrayForm],

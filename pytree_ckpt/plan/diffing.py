@@ -14,7 +14,7 @@ from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Grid, Shape
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import to_text
-from pytree_ckpt.format.shardings import same_layout
+from pytree_ckpt.format.shardings import place_text, same_place
 
 Array = npt.NDArray[Any]
 DifferenceKind = Literal[
@@ -135,7 +135,7 @@ def _compare_leaves(a: Leaf, b: Leaf) -> Iterator[Difference]:
     if a.spec is None or b.spec is None:
         if a.spec is not b.spec or a.per_process != b.per_process:
             yield _difference(a.text, "kind", a.describe(), b.describe())
-        elif not a.per_process and _wire(a) != _wire(b):
+        elif not a.per_process and not values.same(a.value, b.value):
             yield _difference(a.text, "values", *map(values.to_text, (a.value, b.value)))
         return
     one, other = a.spec, b.spec
@@ -145,32 +145,13 @@ def _compare_leaves(a: Leaf, b: Leaf) -> Iterator[Difference]:
         yield _difference(a.text, "shape", str(one.logical_shape), str(other.logical_shape))
     if one.logical_dtype != other.logical_dtype:
         yield _difference(a.text, "dtype", one.logical_dtype, other.logical_dtype)
-    if not _same_sharding(one, other):
-        yield _difference(a.text, "sharding", _sharding(one), _sharding(other))
-
-
-def _wire(leaf: Leaf) -> list[Any] | None:
-    """A Python value so that types and every bit count."""
-    return None if leaf.value is None else values.to_wire(leaf.value)
+    if not same_place(one.sharding, other.sharding):
+        yield _difference(a.text, "sharding", *map(place_text, (one.sharding, other.sharding)))
 
 
 def _kind(spec: ArraySpec) -> str:
     words = [spec.kind, *(["weakly typed"] if spec.weak_type else [])]
     return ", ".join([*words, *([] if spec.committed else ["uncommitted"])])
-
-
-def _same_sharding(one: ArraySpec, other: ArraySpec) -> bool:
-    a, b = one.sharding, other.sharding
-    if a is None or b is None:
-        return a is b
-    return a.memory_kind == b.memory_kind and same_layout(a, b)
-
-
-def _sharding(spec: ArraySpec) -> str:
-    if spec.sharding is None:
-        return "host array"
-    kind = spec.sharding.memory_kind
-    return f"{spec.sharding}" + (f" in {kind}" if kind else "")
 
 
 def _comparable(one: ArraySpec, other: ArraySpec) -> bool:

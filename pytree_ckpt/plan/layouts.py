@@ -1,11 +1,12 @@
 """The layout that a conversion writes, as a person says it: mesh axes, and specs by pattern."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytree_ckpt.errors import Mismatch
 from pytree_ckpt.format.manifest import Leaf, Manifest
-from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Spec, cell_of
+from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Spec, Tiled, cell_of
 from pytree_ckpt.options import check_count
 from pytree_ckpt.plan import patterns
 
@@ -54,14 +55,12 @@ class Layout:
         """The mesh, on as many devices as it needs."""
         if self.mesh is None:
             return None
-        count = 1
-        for size in self.mesh.values():
-            count *= size
+        sizes = tuple(self.mesh.values())
         return Mesh(
             axis_names=tuple(self.mesh),
-            axis_sizes=tuple(self.mesh.values()),
+            axis_sizes=sizes,
             axis_types=("Auto",) * len(self.mesh),
-            device_ids=tuple(range(count)),
+            device_ids=tuple(range(math.prod(sizes))),
         )
 
 
@@ -93,11 +92,11 @@ def parse_spec(spec: SpecLike) -> Spec:
 
 
 class Shardings:
-    """Finds the new sharding of each leaf; `mismatches` has every reason why one cannot be."""
+    """Finds the new sharding of each leaf; `finish` has every reason why one cannot be."""
 
     def __init__(self, manifest: Manifest, layout: Layout) -> None:
-        self.mismatches: list[Mismatch] = []
-        self.mesh = layout.mesh_of_devices()
+        self._wrong: list[Mismatch] = []
+        self._mesh = layout.mesh_of_devices()
         self._saved = manifest.meshes
         self._rules = [(patterns.parse(p), parse_spec(s)) for p, s in layout.specs.items()]
         self._unused = dict.fromkeys(layout.specs)
@@ -122,7 +121,7 @@ class Shardings:
         spec = self._spec_of(leaf.text)
         kind = saved.memory_kind if saved is not None else None
         if spec is not None:
-            mesh = self.mesh or (self._saved[0] if len(self._saved) == 1 else None)
+            mesh = self._mesh or (self._saved[0] if len(self._saved) == 1 else None)
             if mesh is None:
                 return f"a spec needs a mesh, and the checkpoint has {len(self._saved)}"
             if leaf.spec is not None and len(spec) > len(leaf.spec.logical_shape):
@@ -130,11 +129,11 @@ class Shardings:
                     f"a spec of {len(spec)} entries for {len(leaf.spec.logical_shape)} dimensions"
                 )
             return _named(mesh, spec, kind)
-        if self.mesh is None or saved is None:
+        if self._mesh is None or saved is None:
             return saved
         if isinstance(saved, Named):
-            return _named(self.mesh, saved.spec, kind)
-        if type(saved).__name__ == "Tiled":
+            return _named(self._mesh, saved.spec, kind)
+        if isinstance(saved, Tiled):
             return f"is laid out as {saved}, which no mesh replaces; give it a spec"
         return saved
 
@@ -149,10 +148,10 @@ class Shardings:
         """Every reason, also for patterns that no leaf needed."""
         for pattern in self._unused:
             self._refuse(pattern, "no array has its spec by this pattern")
-        return self.mismatches
+        return self._wrong
 
     def _refuse(self, path: str, text: str) -> None:
-        self.mismatches.append(Mismatch(path=path, kind="sharding", text=f"sharding: {text}"))
+        self._wrong.append(Mismatch(path=path, kind="sharding", text=f"sharding: {text}"))
 
 
 def _named(mesh: Mesh, spec: Spec, memory_kind: str | None) -> Sharding | str:

@@ -14,6 +14,7 @@ from typing import Literal
 from pytree_ckpt.errors import Mismatch, MismatchError
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.paths import Path, key_from_text, nearest, to_text
+from pytree_ckpt.format.shardings import place_text, same_place
 from pytree_ckpt.format.trees import NodeKind, Tree, from_ends
 from pytree_ckpt.format.values import count_text
 from pytree_ckpt.plan import patterns, stacking
@@ -273,11 +274,11 @@ class _Restructuring:
                 relayout=tuple(
                     _relayout(
                         text,
-                        f"{first.text} is saved as {stacking.place_text(specs[0])}, "
-                        f"and {leaf.text} as {stacking.place_text(own)}",
+                        f"{first.text} is saved as {place_text(specs[0].sharding)}, "
+                        f"and {leaf.text} as {place_text(own.sharding)}",
                     )
                     for leaf, own in zip(leaves, specs, strict=True)
-                    if not stacking.same_place(own, specs[0])
+                    if not same_place(own.sharding, specs[0].sharding)
                 )[:1],
             )
         )
@@ -294,7 +295,7 @@ class _Restructuring:
             self._wrong.append(rule.wrong(text, path=leaf.text))
             return 0
         cut = stacking.cuts_leading(whole)
-        place = stacking.place_text(whole)
+        place = place_text(whole.sharding)
         why = f"{leaf.text} is saved as {place}, which cuts the leading dimension"
         spec = stacking.index_of(whole)
         for index in range(whole.shape[0]):

@@ -132,11 +132,7 @@ def decide(
         drop 2: no rule keeps it
     """
     ordered = sorted(infos, key=lambda info: info.step)
-    reasons: dict[int, str] = {}
-    for step, why in (protected or {}).items():
-        reasons.setdefault(step, why)
-    for step in keep.pinned:
-        reasons.setdefault(step, "pinned")
+    reasons = {**dict.fromkeys(keep.pinned, "pinned"), **(protected or {})}
     if keep.last is not None:
         for info in ordered[-keep.last :]:
             reasons.setdefault(info.step, f"newest {keep.last}")

@@ -3,7 +3,7 @@
 import dataclasses
 
 from pytree_ckpt.format.arrays import ArraySpec
-from pytree_ckpt.format.shardings import Named, Sharding, Tiled, cell_of, same_layout
+from pytree_ckpt.format.shardings import Named, Sharding, Tiled, cell_of
 
 
 def stacks_with(a: ArraySpec, b: ArraySpec) -> bool:
@@ -14,20 +14,6 @@ def stacks_with(a: ArraySpec, b: ArraySpec) -> bool:
         b.logical_shape,
         b.key_impl,
     )
-
-
-def same_place(a: ArraySpec, b: ArraySpec) -> bool:
-    """Whether two arrays of one form have one layout."""
-    one, other = a.sharding, b.sharding
-    if one is None or other is None:
-        return one is other
-    return same_layout(one, other) and one.memory_kind == other.memory_kind
-
-
-def place_text(spec: ArraySpec) -> str:
-    """Sharding and memory kind."""
-    kind = None if spec.sharding is None else spec.sharding.memory_kind
-    return f"{spec.sharding} in {kind} memory" if kind else str(spec.sharding)
 
 
 def stacked(spec: ArraySpec, count: int) -> ArraySpec:
