@@ -11,6 +11,7 @@ import tensorstore as ts
 
 import pytree_ckpt as pc
 from pytree_ckpt.format import zarr
+from pytree_ckpt.format.tables import Packed
 from pytree_ckpt.plan import chunking, saving
 from pytree_ckpt.store.raw import open_raw
 from tests.bitwise import assert_same
@@ -100,7 +101,8 @@ def test_what_lies_between_packed_shards_is_zero(
 def test_only_an_index_as_usual_is_read_without_tensorstore(tmp_path: Path, at: str) -> None:
     data, nbytes = bytes(range(256)) * 4, 256
     array = np.frombuffer(data, np.uint8)
-    metadata = zarr.packed_metadata(1024, shard_nbytes=1024, chunk_nbytes=nbytes, codec="raw")
+    packed = Packed(nbytes=1024, shard_nbytes=1024, chunk_nbytes=nbytes)
+    metadata = zarr.packed_metadata(packed, "raw")
     _rewritten(array, metadata, tmp_path)
     file = tmp_path / "c.0"
     with open_raw(file, chunk_nbytes=nbytes, chunks=4, present=4) as shard:

@@ -75,7 +75,7 @@ class ArraySpec:
         chunks = Grid(self.shard_shape, self.chunk_shape)
         object.__setattr__(self, "shards", shards)
         object.__setattr__(self, "chunks", chunks)
-        if any(s % c for s, c in zip(self.shard_shape, self.chunk_shape, strict=True)):
+        if not chunks.is_even:
             raise ValueError(f"chunks of {self.chunk_shape} do not divide {self.shard_shape}")
         if self.storage == "packed" and chunks.size != 1:
             raise ValueError("a packed shard is one chunk")

@@ -34,6 +34,13 @@ class Box:
         stop = tuple(map(min, self.stop, other.stop))
         return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
 
+    def shifted(self, by: Shape) -> "Box":
+        """The same box in an array in which what was at the origin is at `by`."""
+        return Box(
+            tuple(a + d for a, d in zip(self.start, by, strict=True)),
+            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
+        )
+
     def slices(self, origin: Shape | None = None) -> tuple[slice, ...]:
         """Index of this box in an array whose first element is at `origin`."""
         if origin is None:
@@ -95,6 +102,11 @@ class Grid:
     def size(self) -> int:
         """Number of cells."""
         return math.prod(self.counts)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no cell is truncated."""
+        return not any(s % c for s, c in zip(self.shape, self.cell, strict=True))
 
     def position(self, index: int) -> Shape:
         """Position of cell number `index` in the grid."""

@@ -70,6 +70,15 @@ class Packed:
         if self.shard_nbytes % self.chunk_nbytes or self.nbytes % self.chunk_nbytes:
             raise ValueError(f"chunks do not divide a packed array: {self}")
 
+    @property
+    def num_files(self) -> int:
+        """Files, each one zarr shard, of which the last may be cut off."""
+        return -(-self.nbytes // self.shard_nbytes)
+
+    @property
+    def chunks_per_file(self) -> int:
+        return self.shard_nbytes // self.chunk_nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
@@ -289,6 +298,6 @@ def _extents(specs: Sequence[ArraySpec | None], rows: Rows, storage: str) -> tup
 
 def _common_extent(spec: ArraySpec) -> tuple[int, int] | None:
     """Chunks and bytes that every shard has, None if the last ones are cut off."""
-    if any(e % s for e, s in zip(spec.shape, spec.shard_shape, strict=True)):
+    if not spec.shards.is_even:
         return None
     return spec.chunks.size, math.prod(spec.shard_shape) * spec.itemsize

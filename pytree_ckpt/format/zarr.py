@@ -6,6 +6,7 @@ from typing import Any
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Shape
+from pytree_ckpt.format.tables import Packed
 
 PACKED_ALIGNMENT = 64
 """Start of each packed shard, in bytes: a loaded view of it is aligned for XLA."""
@@ -22,15 +23,13 @@ def array_metadata(spec: ArraySpec) -> dict[str, Any]:
     )
 
 
-def packed_metadata(
-    nbytes: int, *, shard_nbytes: int, chunk_nbytes: int, codec: str
-) -> dict[str, Any]:
+def packed_metadata(packed: Packed, codec: str) -> dict[str, Any]:
     """`zarr.json` of the packed array of a process."""
     return _metadata(
-        (nbytes,),
+        (packed.nbytes,),
         dtype="uint8",
-        shard_shape=(shard_nbytes,),
-        chunk_shape=(chunk_nbytes,),
+        shard_shape=(packed.shard_nbytes,),
+        chunk_shape=(packed.chunk_nbytes,),
         codec=codec,
     )
 
@@ -80,6 +79,11 @@ def shard_file(position: Shape) -> str:
         ('c.0.3', 'c')
     """
     return ".".join(["c", *map(str, position)])
+
+
+def index_nbytes(chunks: int) -> int:
+    """Bytes of the index that ends a shard file: offset and size of each chunk, and a crc32c."""
+    return 16 * chunks + 4
 
 
 def to_json(metadata: dict[str, Any]) -> bytes:

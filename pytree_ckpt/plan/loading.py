@@ -173,7 +173,7 @@ def _chunk_reads(spec: ArraySpec, boxes: tuple[Box, ...]) -> list[ChunkRead]:
         outer = shards.box(shard)
         inner = Grid(outer.shape, spec.chunk_shape)
         for chunk in range(inner.size):
-            box = _shifted(inner.box(chunk), outer.start)
+            box = inner.box(chunk).shifted(outer.start)
             into, place, copies = _uses(box, numbers, boxes)
             if into is None and not copies:
                 continue
@@ -190,13 +190,6 @@ def _chunk_reads(spec: ArraySpec, boxes: tuple[Box, ...]) -> list[ChunkRead]:
                 )
             )
     return reads
-
-
-def _shifted(box: Box, by: Shape) -> Box:
-    return Box(
-        tuple(a + d for a, d in zip(box.start, by, strict=True)),
-        tuple(b + d for b, d in zip(box.stop, by, strict=True)),
-    )
 
 
 def _uses(

@@ -1,7 +1,7 @@
 """The plan of a save: which process writes which shard, and where it goes."""
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,17 @@ class SavePlan:
 
     def spec(self, leaf: int) -> ArraySpec:
         return self.specs[self.codes[leaf]]
+
+    def packed_rows(self, packed: Packed, file: int) -> Iterator[tuple[int, int, int]]:
+        """The shards in a file of the packed array: leaf, number, and first byte in the file."""
+        start = file * packed.shard_nbytes
+        first, stop = np.searchsorted(self.packed_offset, [start, start + packed.shard_nbytes])
+        return zip(
+            self.packed_leaf[first:stop].tolist(),
+            self.packed_shard[first:stop].tolist(),
+            (self.packed_offset[first:stop] - start).tolist(),
+            strict=True,
+        )
 
 
 def plan_save(
@@ -211,7 +222,7 @@ def _shard_sizes(specs: Sequence[ArraySpec], codes: Ints, leaf: Ints, shard: Int
         [int(np.prod(s.shard_shape, dtype=object)) * s.itemsize for s in specs], np.int64
     )
     sizes = full[codes[leaf]] if len(leaf) else _NONE.copy()
-    ragged = [any(e % c for e, c in zip(s.shape, s.shard_shape, strict=True)) for s in specs]
+    ragged = [not spec.shards.is_even for spec in specs]
     if any(ragged):
         for row in np.flatnonzero(np.asarray(ragged)[codes[leaf]]):
             spec = specs[int(codes[leaf[row]])]

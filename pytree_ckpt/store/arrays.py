@@ -9,7 +9,6 @@ import tensorstore as ts
 
 from pytree_ckpt.format import zarr
 from pytree_ckpt.format.arrays import ArraySpec
-from pytree_ckpt.format.tables import Packed
 from pytree_ckpt.store import contents
 from pytree_ckpt.store.failures import storage_errors
 from pytree_ckpt.store.locations import Location
@@ -63,16 +62,6 @@ def open_leaf(
     """The array of a leaf."""
     folder = contents.array_folder(data, name)
     return open_array(folder, zarr.array_metadata(spec), ctx, write=write)
-
-
-def packed_zarr(packed: Packed, codec: str) -> dict[str, Any]:
-    """Metadata of a packed array."""
-    return zarr.packed_metadata(
-        packed.nbytes,
-        shard_nbytes=packed.shard_nbytes,
-        chunk_nbytes=packed.chunk_nbytes,
-        codec=codec,
-    )
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:

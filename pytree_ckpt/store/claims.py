@@ -7,9 +7,8 @@ and is believed.
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from pytree_ckpt.errors import Damage, IntegrityError
 from pytree_ckpt.format import zarr
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.manifest import Leaf
@@ -30,9 +29,9 @@ _SLACK_CHUNK_NBYTES = 64
 
 
 def check_unit(
-    data: Location, tables: Iterable[Table], unit: ReadUnit, leaf_of: Callable[[int], Leaf]
+    data: Location, tables: Iterable[Table], unit: ReadUnit, parts: Sequence[Leaf]
 ) -> None:
-    """Check the memory that a unit needs; `leaf_of` tells the leaf of a part.
+    """Check the memory that a unit needs, whose chunks are of these leaves.
 
     Raises:
         IntegrityError: The files are too small for it.
@@ -43,7 +42,7 @@ def check_unit(
     stored: dict[str, int] = {}
     most_per_stored, packed = 1, False
     for part, shards in _shards_by_part(unit).items():
-        leaf = leaf_of(part)
+        leaf = parts[part]
         if leaf.spec is None:
             continue
         most_per_stored = max(most_per_stored, _MOST_PER_STORED[leaf.spec.codec])
@@ -56,7 +55,7 @@ def check_unit(
         stored |= _sizes(
             f / name for f in folders if f.path and f.path.is_dir() for name in os.listdir(f.path)
         )
-    _check_sum(stored, nbytes, most_per_stored, leaf_of(0).text)
+    _check_sum(stored, nbytes, most_per_stored, parts[0].text)
 
 
 def _shards_by_part(unit: ReadUnit) -> dict[int, set[int]]:
@@ -84,8 +83,7 @@ def check_window(data: Location, window: Window, packed: Packed, codec: str) -> 
         return
     name = zarr.shard_file((window.start // packed.shard_nbytes,))
     stored = _sizes([contents.packed_folder(data, window.process) / name])
-    chunks = packed.shard_nbytes // packed.chunk_nbytes
-    _check_files(stored, packed.shard_nbytes, chunks, None)
+    _check_files(stored, packed.shard_nbytes, packed.chunks_per_file, None)
     _check_sum(stored, window.stop - window.start, _MOST_PER_STORED[codec], None)
 
 
@@ -108,7 +106,7 @@ def _check_files(
     for file, nbytes in stored.items():
         if nbytes > most:
             text = f"{file} has {nbytes} bytes, a shard of {shard_nbytes} has at most {most}"
-            raise _damaged(text, leaf, file)
+            raise contents.damaged("size", text, leaf=leaf, file=file)
 
 
 def _check_sum(
@@ -118,8 +116,4 @@ def _check_sum(
     if nbytes > max(TRUSTED_NBYTES, most_per_stored * total):
         where = "a packed array" if leaf is None else leaf or "(root)"
         text = f"{where} has {nbytes} bytes by its manifest, and its files have {total}"
-        raise _damaged(text, leaf, None)
-
-
-def _damaged(text: str, leaf: str | None, file: str | None) -> IntegrityError:
-    return IntegrityError([Damage(path=leaf, kind="size", text=text, file=file)])
+        raise contents.damaged("size", text, leaf=leaf)

@@ -39,32 +39,43 @@ def read_table(data_folder: Location, manifest: Manifest, process: int) -> Table
     try:
         data = file.read_file(max_nbytes=wire.MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise _damaged(None, "missing", f"the table {file} is missing", file) from None
+        raise damaged("missing", f"the table {file} is missing", file=file) from None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EINVAL):
-            raise _damaged(None, "link", f"{file} is not a regular file", file) from None
+            raise damaged("link", f"{file} is not a regular file", file=file) from None
         raise
     if len(data) != wanted.nbytes:
         text = f"the table {file} has {len(data)} bytes, the manifest says {wanted.nbytes}"
-        raise _damaged(None, "size", text, file)
+        raise damaged("size", text, file=file)
     try:
         table, found = tables.from_bytes(data, what=str(file))
     except FormatError as error:
-        raise _damaged(None, "digest", str(error), file) from None
+        raise damaged("digest", str(error), file=file) from None
     if found != wanted.id or table.process != process:
         text = f"the table {file} is not the one that the manifest names"
-        raise _damaged(None, "digest", text, file)
+        raise damaged("digest", text, file=file)
     return table
+
+
+def read_tables(data_folder: Location, manifest: Manifest) -> tuple[Table, ...]:
+    """The tables of all processes; errors as `read_table`."""
+    refuse_link(data_folder / "tables", None)
+    return tuple(read_table(data_folder, manifest, p) for p in range(len(manifest.tables)))
 
 
 def refuse_link(place: Location, leaf: str | None) -> None:
     """Raise an `IntegrityError` if `place` is a symbolic link."""
     if place.path is not None and place.path.is_symlink():
-        raise _damaged(leaf, "link", f"{place} is a symbolic link; a checkpoint has none", place)
+        text = f"{place} is a symbolic link; a checkpoint has none"
+        raise damaged("link", text, leaf=leaf, file=place)
 
 
-def _damaged(leaf: str | None, kind: DamageKind, text: str, file: Location) -> IntegrityError:
-    return IntegrityError([Damage(path=leaf, kind=kind, text=text, file=str(file))])
+def damaged(
+    kind: DamageKind, text: str, *, leaf: str | None = None, file: object = None
+) -> IntegrityError:
+    """The error of one damaged file, or of the files of a leaf."""
+    where = None if file is None else str(file)
+    return IntegrityError([Damage(path=leaf, kind=kind, text=text, file=where)])
 
 
 def check_folder(folder: Location, counts: tuple[int, ...], leaf: str | None) -> list[Damage]:
@@ -108,10 +119,6 @@ def _in_grid(name: str, counts: tuple[int, ...]) -> bool:
     )
 
 
-_SHARD_INDEX_ENTRY_NBYTES = 16
-_SHARD_INDEX_CHECKSUM_NBYTES = 4
-
-
 def missing_files(data_folder: Location, manifest: Manifest, size_of: SizeOf) -> list[Damage]:
     """Files of a checkpoint that are not there, or whose size cannot be right.
 
@@ -122,9 +129,9 @@ def missing_files(data_folder: Location, manifest: Manifest, size_of: SizeOf) ->
     packed = [spec for spec in manifest.specs if spec.storage == "packed"]
     is_raw = all(spec.codec == "raw" for spec in packed)
     for process, ref in enumerate(manifest.tables):
-        sound = len(damage)
-        _compare_size(table_file(data_folder, process), ref.nbytes, None, damage, size_of)
-        if packed and len(damage) == sound:
+        wrong = _wrong_size(table_file(data_folder, process), ref.nbytes, None, size_of)
+        damage += wrong
+        if packed and not wrong:
             damage += _missing_pieces(data_folder, manifest, process, size_of, is_raw=is_raw)
     for leaf in manifest.leaves:
         if leaf.spec is None or leaf.name is None:
@@ -134,18 +141,15 @@ def missing_files(data_folder: Location, manifest: Manifest, size_of: SizeOf) ->
         nbytes = shard_nbytes(spec)
         for shard in range(grid.size):
             file = folder / zarr.shard_file(grid.position(shard))
-            _compare_size(file, nbytes, leaf.text, damage, size_of)
+            damage += _wrong_size(file, nbytes, leaf.text, size_of)
     return damage
 
 
 def shard_nbytes(spec: ArraySpec) -> int | None:
     """Size of the file of every shard of an array, None if it depends on the content."""
-    if spec.codec != "raw" or spec.shards.size * math.prod(spec.shard_shape) != math.prod(
-        spec.shape
-    ):
+    if spec.codec != "raw" or not spec.shards.is_even:
         return None
-    index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * spec.chunks.size + _SHARD_INDEX_CHECKSUM_NBYTES
-    return math.prod(spec.shard_shape) * spec.itemsize + index_nbytes
+    return math.prod(spec.shard_shape) * spec.itemsize + zarr.index_nbytes(spec.chunks.size)
 
 
 def _missing_pieces(
@@ -156,37 +160,33 @@ def _missing_pieces(
         packed = read_table(data_folder, manifest, process).packed
     except IntegrityError as error:
         return list(error.damage)
-    damage: list[Damage] = []
+    if packed is None:
+        return []
     folder = packed_folder(data_folder, process)
-    if packed is not None:
-        index_nbytes = _SHARD_INDEX_ENTRY_NBYTES * (packed.shard_nbytes // packed.chunk_nbytes)
-        index_nbytes += _SHARD_INDEX_CHECKSUM_NBYTES
-        for piece, start in enumerate(range(0, packed.nbytes, packed.shard_nbytes)):
-            inside = min(packed.shard_nbytes, packed.nbytes - start)
-            nbytes = -(-inside // packed.chunk_nbytes) * packed.chunk_nbytes + index_nbytes
-            file = folder / zarr.shard_file((piece,))
-            _compare_size(file, nbytes if is_raw else None, None, damage, size_of)
-            if damage:  # One is enough: a table that lies may name more than can be counted.
-                break
-    return damage
+    index_nbytes = zarr.index_nbytes(packed.chunks_per_file)
+    for piece, start in enumerate(range(0, packed.nbytes, packed.shard_nbytes)):
+        inside = min(packed.shard_nbytes, packed.nbytes - start)
+        nbytes = -(-inside // packed.chunk_nbytes) * packed.chunk_nbytes + index_nbytes
+        file = folder / zarr.shard_file((piece,))
+        wrong = _wrong_size(file, nbytes if is_raw else None, None, size_of)
+        if wrong:  # One is enough: a table that lies may name more than can be counted.
+            return wrong
+    return []
 
 
-def _compare_size(
-    file: Location, nbytes: int | None, leaf: str | None, damage: list[Damage], size_of: SizeOf
-) -> None:
+def _wrong_size(
+    file: Location, nbytes: int | None, leaf: str | None, size_of: SizeOf
+) -> list[Damage]:
+    """What is wrong with a file of so many bytes; with None of any number but none."""
     try:
         found = size_of(file)
     except (FileNotFoundError, NotADirectoryError):
-        text = f"{file} is missing"
-        damage.append(Damage(path=leaf, kind="missing", text=text, file=str(file)))
-        return
-    if found is None:
-        return
-    wrong = found <= 0 if nbytes is None else found != nbytes
-    if wrong:
-        text = f"{file} has {found} bytes" if found >= 0 else f"{file} is not a regular file"
-        text += f", not {nbytes}" if nbytes is not None and found >= 0 else ""
-        damage.append(Damage(path=leaf, kind="size", text=text, file=str(file)))
+        return [Damage(path=leaf, kind="missing", text=f"{file} is missing", file=str(file))]
+    if found is None or (found > 0 if nbytes is None else found == nbytes):
+        return []
+    text = f"{file} has {found} bytes" if found >= 0 else f"{file} is not a regular file"
+    text += f", not {nbytes}" if nbytes is not None and found >= 0 else ""
+    return [Damage(path=leaf, kind="size", text=text, file=str(file))]
 
 
 def wrong_metadata(data_folder: Location, manifest: Manifest) -> list[Damage]:

@@ -57,7 +57,7 @@ class ConvertedViews:
         for leaf, wanted in boxes.items():
             source = self._plan.leaves[leaf]
             if source.spec is not None:
-                requests.append(Request(leaf=source, plan=plan_reads(source.spec, wanted)))
+                requests.append(Request(parts=(source,), plan=plan_reads(source.spec, wanted)))
         leaves = list(boxes)
         found = {}
         for group in self._reader.read(requests):

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pytree_ckpt.errors import Damage, IntegrityError
 from pytree_ckpt.format import zarr
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.tables import Table
 from pytree_ckpt.options import LoadOptions
-from pytree_ckpt.store import arrays, contents
+from pytree_ckpt.store import contents
 from pytree_ckpt.store.budget import ByteBudget
 from pytree_ckpt.store.locations import Location
 from pytree_ckpt.store.workers import Workers, thread_count
@@ -54,7 +53,7 @@ def copy_data(
         IntegrityError: In `source` a table is damaged, or a file is missing or a link.
         OSError: A storage refused or failed.
     """
-    tables = [contents.read_table(source, manifest, p) for p in range(len(manifest.tables))]
+    tables = contents.read_tables(source, manifest)
     folders = [within(target) for within in _folders(manifest, tables)]
     budget = ByteBudget(options.max_inflight_bytes)
 
@@ -79,16 +78,12 @@ def _bytes_of(file: _File, source: Location) -> bytes:
         return place.read_file(max_nbytes=file.nbytes)
     except (FileNotFoundError, NotADirectoryError):
         text = f"{place} is missing"
-        raise _damaged(Damage(path=file.leaf, kind="missing", text=text, file=str(place))) from None
+        raise contents.damaged("missing", text, leaf=file.leaf, file=place) from None
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
             raise
         text = f"{place} is not a regular file"
-        raise _damaged(Damage(path=file.leaf, kind="link", text=text, file=str(place))) from None
-
-
-def _damaged(damage: Damage) -> IntegrityError:
-    return IntegrityError([damage])
+        raise contents.damaged("link", text, leaf=file.leaf, file=place) from None
 
 
 def _folders(manifest: Manifest, tables: Sequence[Table]) -> Iterator[Within]:
@@ -112,9 +107,9 @@ def _files(manifest: Manifest, tables: Sequence[Table]) -> Iterator[_File]:
         if packed is not None:
             yield from _array(
                 partial(contents.packed_folder, process=process),
-                zarr.to_json(arrays.packed_zarr(packed, codec)),
-                [zarr.shard_file((n,)) for n in range(-(-packed.nbytes // packed.shard_nbytes))],
-                nbytes=_most(packed.shard_nbytes, packed.shard_nbytes // packed.chunk_nbytes),
+                zarr.to_json(zarr.packed_metadata(packed, codec)),
+                [zarr.shard_file((n,)) for n in range(packed.num_files)],
+                nbytes=_most(packed.shard_nbytes, packed.chunks_per_file),
             )
     for leaf in manifest.leaves:
         spec = leaf.spec

@@ -101,8 +101,7 @@ def latest_whole(root: Location, names: StepNames, *, below: int) -> Location | 
             continue
         try:
             manifest = location.read_manifest()
-            for process in range(len(manifest.tables)):
-                contents.read_table(location / manifest.data_dir, manifest, process)
+            contents.read_tables(location / manifest.data_dir, manifest)
         except (CheckpointError, OSError):
             continue
         return location

@@ -7,6 +7,7 @@ compared bit by bit with what is saved.
 
 import os
 import stat
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,34 +28,43 @@ from pytree_ckpt.store.locations import Location
 class Base:
     """A committed checkpoint whose files a save may link; it stays in place until `release`.
 
+    Args:
+        location: Where it is.
+        target: Where the new one will be.
+        texts: The paths of the leaves of the new one.
+        digest: Its digest.
+
     Raises:
         NotFoundError, FormatError: There is no checkpoint that can be read.
         IntegrityError: Its tables are not the ones that its manifest names.
         CheckpointError: It is on another file system than `target`, where no link leads.
     """
 
-    def __init__(self, location: Location, target: Location) -> None:
-        self.manifest, self._held = location.open_to_read()
+    def __init__(
+        self, location: Location, target: Location, *, texts: Sequence[str], digest: str
+    ) -> None:
+        manifest, self._held = location.open_to_read()
         try:
             _check_links(location, target)
-            self._data = location / self.manifest.data_dir
+            self._data = location / manifest.data_dir
             contents.refuse_link(self._data, None)
-            count = len(self.manifest.tables)
-            tables = [contents.read_table(self._data, self.manifest, p) for p in range(count)]
-            self._index = ShardIndex(self.manifest.leaf_specs, tables, digest=self.manifest.digest)
+            tables = contents.read_tables(self._data, manifest)
+            self._index = ShardIndex(manifest.leaf_specs, tables, digest=manifest.digest)
         except BaseException:
             self._held.close()
             raise
+        # Digests of another kind compare with nothing.
+        self._leaves = manifest.by_text if manifest.digest == digest else {}
+        self._texts = texts
         self._ctx = arrays.context(threads=1)
         self._stores: dict[int, ts.TensorStore] = {}
 
-    def twin(self, text: str, spec: ArraySpec, digest: str) -> Leaf | None:
-        """The leaf at the same path, if its shards are cut and stored as those of `spec` are."""
-        leaf = self.manifest.by_text.get(text)
+    def twin(self, number: int, spec: ArraySpec) -> Leaf | None:
+        """The leaf at the path of a new one, if its shards are cut and stored as `spec` says."""
+        leaf = self._leaves.get(self._texts[number])
         if leaf is None or leaf.name is None or leaf.spec is None:
             return None
-        same = _stored_as(leaf.spec) == _stored_as(spec) and self.manifest.digest == digest
-        return leaf if same else None
+        return leaf if _stored_as(leaf.spec) == _stored_as(spec) else None
 
     def link(
         self, twin: Leaf, shard: int, source: npt.NDArray[Any], digests: bytes, folder: Location
@@ -96,12 +106,11 @@ class Base:
                 self._data, twin.name or "", spec, self._ctx, write=False
             )
         with storage_errors(f"reading {file}"):
-            stored = self._stores[twin.index][spec.shards.box(shard).slices()][
-                ts.d[:].translate_to[0]
-            ]
+            store, start = self._stores[twin.index], spec.shards.box(shard).start
             return all(
                 np.array_equal(
-                    _bits(stored[part.slices()].read().result()), _bits(source[part.slices()])
+                    _bits(store[part.shifted(start).slices()].read().result()),
+                    _bits(source[part.slices()]),
                 )
                 for part in Grid(source.shape, spec.chunk_shape).boxes()
             )

@@ -87,7 +87,7 @@ class PackedReader:
                 request = requests[shard.request]
                 view = _view(memory, shard, window, request)
                 unit, key = request.plan.units[shard.unit], (shard.request, shard.unit)
-                leaf = request.part(shard.read.part)
+                leaf = request.parts[shard.read.part]
                 if unit.is_direct:
                     group.add(shard.request, {unit.boxes[0]: view})
                     placed.append(_Placed(shard, leaf, view, None))
@@ -119,7 +119,7 @@ class PackedReader:
         for number, request in enumerate(requests):
             for at, unit in enumerate(request.plan.units):
                 for read in unit.reads:
-                    leaf = request.part(read.part)
+                    leaf = request.parts[read.part]
                     spec = leaf.spec
                     if spec is None or spec.storage != "packed":
                         continue
@@ -141,17 +141,18 @@ class PackedReader:
         return packed
 
     def _store(self, process: int) -> ts.TensorStore:
-        metadata = arrays.packed_zarr(self._extent(process), self._codec)
+        metadata = zarr.packed_metadata(self._extent(process), self._codec)
         folder = contents.packed_folder(self._data, process)
         return arrays.open_array(folder, metadata, self._ctx, write=False)
 
     def _odd(self, process: int) -> list[Damage]:
-        packed = self._extent(process)
-        files = -(-packed.nbytes // packed.shard_nbytes)
-        return contents.check_folder(contents.packed_folder(self._data, process), (files,), None)
+        folder = contents.packed_folder(self._data, process)
+        return contents.check_folder(folder, (self._extent(process).num_files,), None)
 
     def _read_window(self, memory: Array, window: Window, placed: Sequence["_Placed"]) -> None:
-        lost = self._fill_window(memory, window, placed) if self._codec == "raw" else None
+        lost = None
+        if self._codec == "raw" and self._data.path is not None:
+            lost = self._fill_window(memory, window, placed)
         if lost is None:
             lost = self._fetch_window(memory, window, placed)
         if lost:
@@ -173,9 +174,9 @@ class PackedReader:
         with (
             suppress(UnreadableError),
             open_raw(
-                None if folder.path is None else f"{folder}/{zarr.shard_file((piece,))}",
+                f"{folder}/{zarr.shard_file((piece,))}",
                 chunk_nbytes=packed.chunk_nbytes,
-                chunks=packed.shard_nbytes // packed.chunk_nbytes,
+                chunks=packed.chunks_per_file,
                 present=-(-inside // packed.chunk_nbytes),
             ) as shard,
         ):

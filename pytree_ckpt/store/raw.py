@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pytree_ckpt.clock import StageClock
+from pytree_ckpt.format import zarr
 from pytree_ckpt.store import disk
 from pytree_ckpt.store.digests import NewDigest
 from pytree_ckpt.store.failures import UnreadableError
@@ -115,15 +116,12 @@ class RawShard:
 
 @contextmanager
 def open_raw(
-    file: str | None, *, chunk_nbytes: int, chunks: int, present: int
+    file: str, *, chunk_nbytes: int, chunks: int, present: int
 ) -> Iterator[RawShard | None]:
     """The shard in a file that has the first `present` of its chunks, in order.
 
-    None if the file is not there, is not on a disk, or is laid out in another way.
+    None if the file is not there, or is laid out in another way.
     """
-    if file is None:
-        yield None
-        return
     try:
         fd = disk.open_file(file)
     except OSError:
@@ -137,7 +135,7 @@ def open_raw(
 
 def _is_usual(fd: int, chunk_nbytes: int, chunks: int, present: int) -> bool:
     nbytes = present * chunk_nbytes
-    index_nbytes = _ENTRY.size * chunks + _CHECKSUM.size
+    index_nbytes = zarr.index_nbytes(chunks)
     if chunks > _MAX_CHUNKS or os.fstat(fd).st_size != nbytes + index_nbytes:
         return False
     return os.pread(fd, index_nbytes, nbytes) == _index(chunk_nbytes, chunks, present)

@@ -70,11 +70,7 @@ class CheckpointReader:
     @cached_property
     def tables(self) -> tuple[Table, ...]:
         """The tables of all processes, each checked against the manifest."""
-        contents.refuse_link(self._data / "tables", None)
-        return tuple(
-            contents.read_table(self._data, self.manifest, process)
-            for process in range(len(self.manifest.tables))
-        )
+        return contents.read_tables(self._data, self.manifest)
 
     def per_process(self, leaf: int) -> list[Any]:
         """The values of a leaf that every process has its own of, by process.
@@ -203,7 +199,7 @@ class CheckpointReader:
                 continue
             for at, unit in enumerate(request.plan.units):
                 try:
-                    claims.check_unit(self._data, self.tables, unit, request.part)
+                    claims.check_unit(self._data, self.tables, unit, request.parts)
                 except IntegrityError as error:
                     refused[number, at] = error.damage
         return refused
@@ -219,7 +215,7 @@ class CheckpointReader:
         """The boxes of a unit, and a job for each chunk of it that is not packed."""
         group.add(number, buffers)
         for read in unit.reads:
-            leaf = request.part(read.part)
+            leaf = request.parts[read.part]
             if leaf.spec is not None and leaf.spec.storage == "array":
                 group.jobs.append(functools.partial(self._read_chunk, leaf, read, buffers))
 

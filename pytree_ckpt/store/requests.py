@@ -29,21 +29,18 @@ class Filled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A leaf, and how the wanted boxes of it are filled; a stack is made of `rest` too."""
+    """How the wanted boxes of a leaf are filled; `parts` is that leaf, or what a stack is made of.
 
-    leaf: Leaf
+    A chunk of the plan is read from the stored leaf that its `part` numbers.
+    """
+
+    parts: tuple[Leaf, ...]
     plan: ReadPlan
-    rest: tuple[Leaf, ...] = ()
-
-    def part(self, number: int) -> Leaf:
-        """The stored leaf that chunks of this part are read from."""
-        return self.rest[number - 1] if number else self.leaf
 
     @property
     def arrays(self) -> list[Leaf]:
         """Its leaves that are not packed."""
-        parts = (self.leaf, *self.rest)
-        return [p for p in parts if p.spec is not None and p.spec.storage != "packed"]
+        return [p for p in self.parts if p.spec is not None and p.spec.storage != "packed"]
 
 
 Begun = dict[tuple[int, int], dict[int, Array]]

@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format import tables, wire, zarr
 from pytree_ckpt.format.arrays import ArraySpec
@@ -65,22 +63,22 @@ def _in_table(
         count = Grid(spec.shards.box(shard).shape, spec.chunk_shape).size
         yield (leaf, shard), found.arrays.digests[at : at + count * digest_nbytes]
         at += count * digest_nbytes
+    at = 0
     if plan.packed is not None:
-        pieces = plan.packed_offset // plan.packed.shard_nbytes
-        for piece in np.unique(pieces).tolist():
-            first, stop = np.searchsorted(pieces, [piece, piece + 1]) * digest_nbytes
-            yield (PACKED, piece), found.packed_rows.digests[first:stop]
+        for piece in range(plan.packed.num_files):
+            nbytes = digest_nbytes * sum(1 for _ in plan.packed_rows(plan.packed, piece))
+            yield (PACKED, piece), found.packed_rows.digests[at : at + nbytes]
+            at += nbytes
 
 
 def rows_left(plan: SavePlan, journal: Journal) -> set[Key]:
     """The shards, each a leaf and a number, whose files are not finished."""
-    packed = plan.packed
-    arrays_left = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
-    left = {row for row in arrays_left if journal.digests(row) is None}
-    if packed is not None:
-        pieces = (plan.packed_offset // packed.shard_nbytes).tolist()
-        rows = zip(plan.packed_leaf.tolist(), plan.packed_shard.tolist(), pieces, strict=True)
-        left |= {(a, b) for a, b, piece in rows if journal.digests((PACKED, piece)) is None}
+    rows = zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True)
+    left = {row for row in rows if journal.digests(row) is None}
+    if plan.packed is not None:
+        for piece in range(plan.packed.num_files):
+            if journal.digests((PACKED, piece)) is None:
+                left |= {(leaf, shard) for leaf, shard, _ in plan.packed_rows(plan.packed, piece)}
     return left
 
 
@@ -94,7 +92,7 @@ def _files(data: Location, plan: SavePlan, process: int) -> list[tuple[Key, Loca
         found.append(((leaf, shard), folder, name))
     if plan.packed is not None:
         folder = contents.packed_folder(data, process)
-        pieces = range(-(-plan.packed.nbytes // plan.packed.shard_nbytes))
+        pieces = range(plan.packed.num_files)
         found += [((PACKED, piece), folder, zarr.shard_file((piece,))) for piece in pieces]
     return found
 
@@ -129,11 +127,8 @@ class _Check:
         outer = spec.shards.box(shard)
         found = []
         for part in Grid(outer.shape, spec.chunk_shape).boxes():
-            box = tuple(
-                slice(a + o, b + o)
-                for a, b, o in zip(part.start, part.stop, outer.start, strict=True)
-            )
-            found.append(digest_of(self._digest, store[box].read().result()))
+            place = store[part.shifted(outer.start).slices()]
+            found.append(digest_of(self._digest, place.read().result()))
         return b"".join(found)
 
     def _piece(self, piece: int) -> bytes:
@@ -141,16 +136,13 @@ class _Check:
         if packed is None:
             return b""
         folder = contents.packed_folder(self._data, self._process)
-        metadata = arrays.packed_zarr(packed, self._codec)
+        metadata = zarr.packed_metadata(packed, self._codec)
         store = arrays.open_array(folder, metadata, self._ctx, write=False)
         base = piece * packed.shard_nbytes
         buffer = store[base : min(base + packed.shard_nbytes, packed.nbytes)].read().result()
-        first, stop = np.searchsorted(plan.packed_offset // packed.shard_nbytes, [piece, piece + 1])
         found = []
-        for row in range(int(first), int(stop)):
-            leaf, shard = int(plan.packed_leaf[row]), int(plan.packed_shard[row])
+        for leaf, shard, at in plan.packed_rows(packed, piece):
             spec = plan.spec(leaf)
             nbytes = spec.shards.box(shard).size * spec.itemsize
-            at = int(plan.packed_offset[row]) - base
             found.append(digest_of(self._digest, buffer[at : at + nbytes]))
         return b"".join(found)

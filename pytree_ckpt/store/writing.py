@@ -42,10 +42,9 @@ _SLOW_SYNC_S = 1e-4
 class Writer:
     """Writes what one process owns below a data folder.
 
-    With a `base` the files of unchanged shards are linked; `texts` are the paths of the leaves.
-    `on_write` is told the bytes that are written or linked.
-    `order` has the rows of arrays as they are to be written. What the `journal` has is not written
-    again.
+    With a `base` the files of unchanged shards are linked. `on_write` is told the bytes that are
+    written or linked. `order` has the rows of arrays as they are to be written. What the `journal`
+    has is not written again.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Writer:
         options: SaveOptions,
         clock: StageClock,
         base: Base | None = None,
-        texts: Sequence[str] = (),
         on_write: Callable[[int], None] | None = None,
         order: Sequence[tuple[int, int]] | None = None,
         journal: Journal | None = None,
@@ -67,7 +65,6 @@ class Writer:
         self._journal = journal
         self.linked_nbytes = 0
         self._base = base
-        self._texts = texts
         self._clock = clock
         self._data = data
         self._plan = plan
@@ -76,7 +73,6 @@ class Writer:
         self._threads = thread_count(options.threads, in_store=data.path is None)
         self._codec = options.codec
         self._boxes: dict[tuple[int, int], Box] = {}
-        self._digest_name = options.digest
         self._new_digest = new_digest(options.digest)
         self._digest: Digest = digest_function(options.digest)
         self._lock = threading.Lock()
@@ -188,14 +184,13 @@ class Writer:
                 yield folder / "zarr.json", texts[code]
         if plan.packed is not None:
             folder = contents.packed_folder(self._data, self._process)
-            text = zarr.to_json(arrays.packed_zarr(plan.packed, self._codec))
+            text = zarr.to_json(zarr.packed_metadata(plan.packed, self._codec))
             yield folder / "zarr.json", text
 
     def _is_raw(self, leaf: int) -> bool:
         """Whether the files of a leaf are written without TensorStore: whole shards, no codec."""
         spec = self._plan.spec(leaf)
-        whole = all(e % s == 0 for e, s in zip(spec.shape, spec.shard_shape, strict=True))
-        return spec.codec == "raw" and whole and self._data.path is not None
+        return spec.codec == "raw" and spec.shards.is_even and self._data.path is not None
 
     def _open_leaf(self, leaf: int) -> ts.TensorStore:
         plan = self._plan
@@ -266,7 +261,7 @@ class Writer:
     def _link(self, base: Base, leaf: int, shard: int, source: npt.NDArray[Any]) -> bytes | None:
         """Link the file of a shard that the base has; its digests, None if it must be written."""
         spec = self._plan.spec(leaf)
-        twin = base.twin(self._texts[leaf], spec, self._digest_name)
+        twin = base.twin(leaf, spec)
         if twin is None:
             return None
         found = self._digests(spec, source)
@@ -285,44 +280,34 @@ class Writer:
             box = self._boxes[key] = self._plan.spec(leaf).shards.box(shard)
         return box
 
-    def _pieces(self) -> Iterable[tuple[ts.TensorStore | None, Packed, int, int, int]]:
-        """The files of the packed array: each with its rows `first:stop` and its first byte."""
+    def _pieces(self) -> Iterable[tuple[ts.TensorStore | None, Packed, int]]:
+        """The files of the packed array."""
         packed = self._plan.packed
         if packed is None:
             return
         folder = contents.packed_folder(self._data, self._process)
         store = None
         if self._codec != "raw" or self._data.path is None:
-            metadata = arrays.packed_zarr(packed, self._codec)
+            metadata = zarr.packed_metadata(packed, self._codec)
             store = arrays.open_array(folder, metadata, self._ctx, write=True)
-        file_of = self._plan.packed_offset // packed.shard_nbytes
-        for file in range(-(-packed.nbytes // packed.shard_nbytes)):
-            first, stop = np.searchsorted(file_of, [file, file + 1]).tolist()
-            yield store, packed, first, stop, file * packed.shard_nbytes
+        for file in range(packed.num_files):
+            yield store, packed, file
 
-    def _write_piece(
-        self, store: ts.TensorStore | None, packed: Packed, first: int, stop: int, base: int
-    ) -> bytes:
-        """Write the file of the packed array that begins at byte `base`; digests of its shards."""
-        plan = self._plan
+    def _write_piece(self, store: ts.TensorStore | None, packed: Packed, file: int) -> bytes:
+        """Write a file of the packed array; digests of its shards."""
+        base = file * packed.shard_nbytes
         nbytes = min(packed.shard_nbytes, packed.nbytes - base)
-        rows = zip(
-            plan.packed_leaf[first:stop].tolist(),
-            plan.packed_shard[first:stop].tolist(),
-            (plan.packed_offset[first:stop] - base).tolist(),
-            strict=True,
-        )
         found: list[bytes] = []
-        runs = self._runs(rows, nbytes, found)
+        runs = self._runs(self._plan.packed_rows(packed, file), nbytes, found)
         folder = contents.packed_folder(self._data, self._process)
         with self._budget.hold(nbytes):
             if store is None:
                 # Collections are off until the file must be durable, which may take long.
                 with (
                     new_raw(
-                        f"{folder}/{zarr.shard_file((base // packed.shard_nbytes,))}",
+                        f"{folder}/{zarr.shard_file((file,))}",
                         chunk_nbytes=packed.chunk_nbytes,
-                        chunks=packed.shard_nbytes // packed.chunk_nbytes,
+                        chunks=packed.chunks_per_file,
                         present=nbytes // packed.chunk_nbytes,
                     ) as append,
                     no_sweeps(),

@@ -129,7 +129,7 @@ class Assembly:
             self._plan_of[key] = plan
         self._goes_to.append([(pending, at) for at in wanted.numbers])
         self.wanters.append(wanted.wanters)
-        return Request(leaf=source.parts[0], plan=plan, rest=source.parts[1:])
+        return Request(parts=source.parts, plan=plan)
 
     def _request_indices(self, items: Sequence[Item]) -> Request:
         """What to read for leaves that are indices of one stored leaf: each chunk once for all."""
@@ -145,7 +145,7 @@ class Assembly:
             wanters += wanted.wanters
         self._goes_to.append(goes_to)
         self.wanters.append(tuple(wanters))
-        return Request(leaf=stored, plan=plan_reads(_spec_of(stored), boxes))
+        return Request(parts=(stored,), plan=plan_reads(_spec_of(stored), boxes))
 
     def _wanted(self, pending: _Pending) -> _Wanted:
         """The boxes of an array that are to be read."""

@@ -119,7 +119,9 @@ class Checkpoint:
 
         if self._closed:
             raise NotFoundError(f"{self._location} was closed")
-        requests = [Request(leaf=leaf, plan=plan_reads(spec, [box])) for leaf, spec, box in wanted]
+        requests = [
+            Request(parts=(leaf,), plan=plan_reads(spec, [box])) for leaf, spec, box in wanted
+        ]
         # An empty part of a packed array lies in no window, so that no group has it.
         found: dict[int, npt.NDArray[Any]] = {
             at: np.empty(box.shape, dtypes.dtype_of(spec.dtype))

@@ -75,8 +75,11 @@ class SaveJob:
                 )
             if self._process == 0:
                 self.location.check_free(overwrite=overwrite)
-            self._base = None if base is None else Base(locate(base), self.location)
-            self._texts = [] if base is None else list(map(to_text, described.paths))
+            self._base = None
+            if base is not None:
+                texts = list(map(to_text, described.paths))
+                digest = self._options.digest
+                self._base = Base(locate(base), self.location, texts=texts, digest=digest)
             self._views = HostViews(described)
         self._per_process = {
             (leaf, self._process): value for leaf, value in described.per_process.items()
@@ -206,7 +209,6 @@ class SaveJob:
                 options=self._options,
                 clock=self.clock,
                 base=self._base,
-                texts=self._texts,
                 on_write=progress and (lambda done: progress(done, nbytes)),
             )
             table = writer.write(self._per_process)
@@ -221,7 +223,7 @@ class SaveJob:
         linkable = [
             self._plan.spec(leaf).nbytes
             for leaf in self._plan.names
-            if self._base.twin(self._texts[leaf], self._plan.spec(leaf), self._options.digest)
+            if self._base.twin(leaf, self._plan.spec(leaf))
         ]
         return max(self._draft.nbytes - sum(linkable), 0)
 

@@ -130,9 +130,9 @@ class StripedReader:
             raise IntegrityError(list(dict.fromkeys(damage)))
 
     def _check_same(self, session: Session) -> None:
-        texts = [request.leaf.text for request in self._requests]
+        texts = [request.parts[0].text for request in self._requests]
         asked = [
-            hashlib.sha256(repr((request.leaf.index, want.plan.boxes, want.wanters)).encode())
+            hashlib.sha256(repr((request.parts[0].index, want.plan.boxes, want.wanters)).encode())
             for request, want in zip(self._requests, self._wants, strict=True)
         ]
         mine = [(text, found.digest()) for text, found in zip(texts, asked, strict=True)]
@@ -168,14 +168,14 @@ class StripedReader:
         chunks: list[Any] = [None] * len(reads)
         by_leaf: dict[int, list[int]] = {}
         for at, (number, read) in enumerate(reads):
-            by_leaf.setdefault(self._requests[number].part(read.part).index, []).append(at)
+            by_leaf.setdefault(self._requests[number].parts[read.part].index, []).append(at)
         numbers = list(by_leaf.values())
         asked = []
         for of_leaf in numbers:
             number, read = reads[of_leaf[0]]
             spec = _spec_of(self._requests[number], read)
             plan = plan_chunks(spec, [reads[at][1] for at in of_leaf])
-            asked.append(Request(leaf=self._requests[number].part(read.part), plan=plan))
+            asked.append(Request(parts=(self._requests[number].parts[read.part],), plan=plan))
         try:
             for group in self._reader.read(asked):
                 for filled in group:
@@ -287,7 +287,7 @@ def _filled(request: int, box: int, buffer: Array) -> Filled:
 
 def _spec_of(request: Request, read: ChunkRead) -> ArraySpec:
     """The stored array that a chunk is of."""
-    leaf = request.part(read.part)
+    leaf = request.parts[read.part]
     if leaf.spec is None:
         raise CheckpointError(f"{leaf.text} is not an array")
     return leaf.spec

@@ -130,7 +130,7 @@ def verify_data(
                 chunks_left = count_text(manifest.num_chunks, "chunk")
                 unchecked = (f"the digests of {chunks_left}, {manifest.nbytes:,} bytes",)
             else:
-                requests = [Request(leaf=leaf, plan=plan) for leaf, plan in _plans(manifest)]
+                requests = [Request(parts=(leaf,), plan=plan) for leaf, plan in _plans(manifest)]
                 try:
                     for _group in reader.read(requests):
                         pass
