@@ -108,8 +108,12 @@ def _advance(
     is_pair = isinstance(result, tuple) and len(result) == 2
     if has_aux and not is_pair:
         raise TypeError(f"step_fn returned a {type(result).__name__}, not (state, aux)")
+    following = result[0] if has_aux else result
+    if following is None and state is not None:
+        # Nothing equals nothing: the check would pass, whatever the steps do.
+        raise TypeError("step_fn returned None for the state: it must return the next one")
     if has_aux:
-        return result[0], result[1]
+        return following, result[1]
     if is_pair and jax.tree.structure(result) != before == jax.tree.structure(result[0]):
         raise TypeError("step_fn returned (state, something): pass has_aux=True")
     return result, None

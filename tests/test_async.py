@@ -223,7 +223,7 @@ def test_the_call_returns_before_anything_is_written(tmp_path: Path, gate: Gate)
     gate.wait_until_reached()
     assert not pending.done()
     assert "under way" in repr(pending)
-    with pytest.raises(pc.NotFoundError, match="never committed"):
+    with pytest.raises(pc.NotFoundError, match="it is under way"):
         load(tmp_path / "ckpt")
     gate.open()
     pending.result()

@@ -105,6 +105,18 @@ def test_verify_goes_on_after_a_path_that_is_no_checkpoint(good: Path, tmp_path:
     assert [report["ok"] for report in found["checkpoints"]] == [True]
 
 
+def test_a_package_that_is_missing_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pc.save(tmp_path / "fast", state(), options=pc.SaveOptions(digest="xxh3_128"))
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    done = run("verify", tmp_path / "fast")
+    assert done.exit_code == 10
+    assert done.stderr == "the digest xxh3_128 needs the package xxhash: pip install xxhash\n"
+    code, found = run_json("verify", tmp_path / "fast")
+    assert (code, found["error"]["kind"]) == (10, "ModuleNotFoundError")
+
+
 # --- diff -------------------------------------------------------------------------------------
 
 
@@ -513,26 +525,29 @@ def test_convert_prints_the_plan_and_converts(good: Path, tmp_path: Path) -> Non
         "params/dense/kernel  float32[512, 512] P('model', None) on mesh(data=2, model=4)"
     )
     assert found["leaves"] == plan["leaves"]
+    done = run("convert", good, tmp_path / "told")
+    assert done.stdout.splitlines()[-1] == repr(pc.read_manifest(tmp_path / "told"))
     assert run("convert", good, tmp_path / "dst").exit_code == 7
     assert run("convert", good, tmp_path / "like", "--like", good).exit_code == 0
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "text"),
     [
-        ("--mesh", "data"),
-        ("--mesh", "data=x"),
-        ("--spec", "kernel"),
-        ("--dtype", "**=float7"),
-        ("--process", "3/2"),
-        ("--like", "x", "--mesh", "data=2"),
+        (("--mesh", "data"), "'data' is not like data=16,model=2"),
+        (("--mesh", "data=x"), "'data=x' is not like data=16,model=2"),
+        (("--spec", "kernel"), "'kernel' is not PATTERN=VALUE"),
+        (("--dtype", "**=float7"), "not 'float7'"),
+        (("--process", "3/2"), "'3/2' is not like 0/4"),
+        (("--like", "x", "--mesh", "data=2"), "--like is instead of --mesh"),
     ],
-    ids=" ".join,
 )
 def test_convert_refuses_what_makes_no_sense(
-    good: Path, tmp_path: Path, asked: tuple[str, ...]
+    good: Path, tmp_path: Path, asked: tuple[str, ...], text: str
 ) -> None:
-    assert run("convert", good, tmp_path / "dst", *asked).exit_code == 2
+    done = run("convert", good, tmp_path / "dst", *asked)
+    assert done.exit_code == 2
+    assert text in done.stderr
 
 
 def test_convert_of_what_does_not_fit_or_is_damaged(damaged: Path, tmp_path: Path) -> None:

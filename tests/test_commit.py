@@ -99,6 +99,21 @@ def make_empty(path: Path) -> None:
     path.mkdir()
 
 
+def make_wrong_step(path: Path) -> None:
+    make_root(path.parent)
+    (path.parent / "not a checkpoint").mkdir()
+
+
+def make_root_of_orbax(path: Path) -> None:
+    (path / "5").mkdir(parents=True)
+    (path / "5" / "_CHECKPOINT_METADATA").touch()
+
+
+def make_safetensors(path: Path) -> None:
+    path.mkdir()
+    (path / "model.safetensors").touch()
+
+
 def make_foreign(path: Path) -> None:
     path.mkdir()
     (path / "notes.txt").write_text("?")
@@ -139,13 +154,16 @@ def make_dangling(path: Path) -> None:
     ("make", "text"),
     [
         (make_missing, "there is nothing at {path}"),
+        (make_wrong_step, "nothing at {path}; beside it are step_00000009, step_00000010"),
         (make_dangling, "there is nothing at {path}"),
         (make_empty, "{path} is not a checkpoint: it has no manifest.msgpack"),
         (make_foreign, "{path} is not a checkpoint: it has no manifest.msgpack"),
         (make_file, "{path} is a file, a checkpoint is a folder"),
         (make_root, "{path} is no checkpoint, but has checkpoints in it: step_00000009, step_0000"),
-        (make_uncommitted, "{path} holds a save that never committed"),
-        (make_interrupted, "{path} holds a save that never committed"),
+        (make_root_of_orbax, "{path} is no checkpoint, but has checkpoints of orbax in it: 5"),
+        (make_safetensors, "it has no manifest.msgpack; import_safetensors makes one of it"),
+        (make_uncommitted, "{path} holds a save that has not committed: it is under"),
+        (make_interrupted, "{path} holds a save that has not committed: it is under"),
     ],
 )
 def test_what_is_no_checkpoint_is_said_by_every_reader(
@@ -647,7 +665,7 @@ def test_what_a_killed_save_leaves_is_no_checkpoint_and_goes_with_the_next_save(
         assert number_of(pc.load(path)) == (2 if where == "what comes after" else 1)
         assert len(entries(path)) > len(WHOLE)
     else:
-        with pytest.raises(pc.NotFoundError, match="never committed"):
+        with pytest.raises(pc.NotFoundError, match="has not committed"):
             pc.load(path)
     pc.save(path, state_of(3), overwrite=overwrite)
     assert number_of(pc.load(path)) == 3
@@ -1006,6 +1024,7 @@ try_it("writable below read-only", lambda: pc.save(root / "readable" / "own", st
 try_it("load own", lambda: pc.load(root / "readable" / "own")["step"])
 try_it("unreadable", lambda: pc.load(root / "closed" / "ckpt"))
 try_it("unreadable root", lambda: pc.steps(root / "closed"))
+try_it("nothing", lambda: pc.load(root / "nothing"))
 try_it("unreadable chunk", lambda: pc.load(root / "chunk"))
 print(json.dumps(found))
 """
@@ -1045,6 +1064,10 @@ def test_a_read_only_checkpoint_is_read_and_a_read_only_folder_is_not_written(
             assert found[name][0] == "PermissionError", name
         for name in ("save in the background", "save by a manager"):  # by the call, not later
             assert found[name][0] == "PermissionError", name
+        assert found["nothing"] == [
+            "NotFoundError",
+            f"there is nothing at {root}/nothing; beside it are chunk",
+        ]
         assert found["unreadable chunk"][0] == "PermissionError"
         assert found["writable below read-only"] == [2]
         assert found["load own"] == 2

@@ -470,6 +470,8 @@ def test_every_pinned_and_best_steps_stay_beside_the_newest(tmp_path: Path) -> N
     assert manager.best_step("loss") == 6
     assert manager.best_step("loss", "max") == 3
     assert manager.best_step("accuracy") is None
+    with pytest.raises(ValueError, match="mode must be 'min' or 'max', not 'minimize'"):
+        manager.best_step("loss", "minimize")  # type: ignore[arg-type]
     decision = manager.decision()
     assert decision.dropped == {}
     assert decision.kept[6] == "best 1 by loss"

@@ -221,7 +221,17 @@ def test_a_container_of_another_kind_is_another_structure(tmp_path: Path, target
 def test_a_key_of_another_kind_with_the_same_text_says_so(tmp_path: Path) -> None:
     pc.save(tmp_path, {"t": (1,)})
     error = refusal(tmp_path, {"t": [1]})
-    assert "saved under a key of another kind" in str(error)
+    assert "saved under a key of another kind: str/tuple, wanted str/list" in str(error)
+    assert error.remedy.endswith('rename={"**": "**"} takes leaves to keys of another kind.')
+    assert pc.load(tmp_path, {"t": [1]}, rename={"**": "**"}) == {"t": [1]}
+
+
+@pytest.mark.parametrize(("target", "at"), [(1000, "(root)"), ({"t": 1, "s": 2}, "t")])
+def test_a_leaf_where_a_container_was_saved_says_so(tmp_path: Path, target: Any, at: str) -> None:
+    pc.save(tmp_path, {"t": {"w": 1}, "s": 2})
+    error = refusal(tmp_path, target)
+    assert f"  {at}  one leaf in the target, a container in the checkpoint\n" in str(error)
+    assert "Ask for the kind of leaf and container that was saved." in error.remedy
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,11 @@ def test_what_step_fn_returns_is_said_and_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="returned a dict, not"):
         assert_resumes(count, {"x": 0}, [0], tmp_path / "b", has_aux=True)
 
+    with pytest.raises(TypeError, match="returned None for the state"):
+        assert_resumes(lambda *_: None, {"x": 0}, [0], tmp_path / "d")
+    with pytest.raises(TypeError, match="returned None for the state"):
+        assert_resumes(lambda *_: (None, 1.0), {"x": 0}, [0], tmp_path / "e", has_aux=True)
+
     def swap(state: Any, batch: Any) -> Any:
         return state[1], state[0]
 

@@ -146,6 +146,12 @@ def test_anything_else_is_not_a_step(step: Any, tmp_path: Path) -> None:
             attempt(step)
 
 
+def test_a_state_in_the_place_of_a_step_is_not_printed_whole() -> None:
+    with pytest.raises(ValueError, match="a step is an int") as error:
+        checked_step({"params": [0] * 1000})
+    assert len(str(error.value)) < 100
+
+
 # --- steps of a root ------------------------------------------------------------------------------
 
 

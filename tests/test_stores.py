@@ -347,7 +347,7 @@ def test_a_store_that_goes_away_within_a_save_costs_that_save_only(
     if overwrite:
         assert_same(pc.load(url, state()), state(1))
     else:
-        with pytest.raises(pc.NotFoundError, match="never committed"):
+        with pytest.raises(pc.NotFoundError, match="has not committed"):
             pc.load(url)
     pc.save(url, state(3), overwrite=overwrite)
     assert_same(pc.load(url, state()), state(3))

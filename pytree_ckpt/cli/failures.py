@@ -31,7 +31,7 @@ MEANINGS: Mapping[int, str] = {
     7: "something is in the way of what is to be written (`ExistsError`)",
     8: "the storage failed or refused (`OSError`)",
     9: "another process did not answer (`PeerTimeoutError`)",
-    10: "any other error that the library names (`CheckpointError`)",
+    10: "any other error that the library names (`CheckpointError`), or a package that is missing",
     INTERRUPTED: "Ctrl-C; nothing is committed",
     BROKEN_PIPE: "whoever read the output went away, as `head` does",
 }
@@ -46,6 +46,7 @@ _CODES: Mapping[type[Exception], int] = {
     ExistsError: 7,
     PeerTimeoutError: 9,
     CheckpointError: 10,
+    ImportError: 10,
     OSError: 8,
 }
 """The first that fits counts."""

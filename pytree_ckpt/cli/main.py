@@ -31,7 +31,7 @@ class Commands(click.Group):
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
             ctx.exit(end_quietly())
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, OSError, ImportError) as error:
             emit_error(ctx, error)
             ctx.exit(exit_code(error))
 

@@ -23,10 +23,13 @@ def _pairs(ctx: click.Context, option: click.Parameter, texts: Iterable[str]) ->
 def _mesh(ctx: click.Context, option: click.Parameter, text: str | None) -> dict[str, int] | None:
     if text is None:
         return None
-    sizes = _pairs(ctx, option, text.split(","))
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes.values()):
-        raise click.BadParameter(f"{text!r} is not like data=16,model=2", ctx, option)
-    return {axis: int(size) for axis, size in sizes.items()}
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.rpartition("=")
+        if not (axis and size.isdecimal() and int(size) > 0):
+            raise click.BadParameter(f"{text!r} is not like data=16,model=2", ctx, option)
+        sizes[axis] = int(size)
+    return sizes
 
 
 def _share(ctx: click.Context, option: click.Parameter, text: str | None) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 import operator
 import re
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ def checked_step(step: Any) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        raise ValueError(f"a step is an int, not {step!r}") from None
+        raise ValueError(f"a step is an int, not {reprlib.repr(step)}") from None
     if number < 0:
         raise ValueError(f"a step is not negative: {number}")
     return number

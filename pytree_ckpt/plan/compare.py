@@ -81,15 +81,29 @@ def _missing(
 ) -> list[Mismatch]:
     found = []
     texts = {leaf.text: leaf for leaf in saved.values()}
+    inner = {path[:n] for path in saved for n in range(len(path))} if missing else set()
     for at, path in enumerate(missing):
         text = to_text(path)
-        reason, note = "missing in the checkpoint", ""
+        if path in inner:
+            reason = "one leaf in the target, a container in the checkpoint"
+            found.append(Mismatch(path=text, kind="structure", text=reason))
+            continue
+        reason, note, have, want = "missing in the checkpoint", "", None, None
         if text in texts:
-            reason += f" (saved under a key of another kind: {_kinds(texts[text].path)}, wanted "
-            reason += f"{_kinds(path)})"
+            have, want = _kinds(texts[text].path), _kinds(path)
+            reason += f" (saved under a key of another kind: {have}, wanted {want})"
         elif at < MAX_SUGGESTIONS:
             note = nearest(text, candidates)
-        found.append(Mismatch(path=text, kind="missing", text=f"{reason}{note}", reason=reason))
+        found.append(
+            Mismatch(
+                path=text,
+                kind="missing",
+                text=f"{reason}{note}",
+                saved=have,
+                wanted=want,
+                reason=reason,
+            )
+        )
     return found
 
 
@@ -298,13 +312,16 @@ def remedy(mismatches: Sequence[Mismatch]) -> str:
         advice.append("An abstract mesh gets its devices from mesh= or from jax.set_mesh.")
     if "devices" in kinds:
         advice.append(
-            "Pass mesh= with the devices at hand and reshard=True, or a target with shardings."
+            "Pass a mesh= that has the saved axes, of the devices at hand, and reshard=True, or a "
+            "target with shardings."
         )
     if any(m.kind == "dtype" and m.wanted is not None for m in mismatches):
         advice.append("Pass cast=True to convert dtypes where no imaginary part is lost.")
     if kinds & {"extra"}:
         advice.append("Pass partial=True to load only the leaves of the target.")
-    if "missing" in kinds:
+    if any(m.kind == "missing" and m.saved is not None for m in mismatches):
+        advice.append('rename={"**": "**"} takes leaves to keys of another kind.')
+    if any(m.kind == "missing" and m.saved is None for m in mismatches):
         advice.append("A missing leaf must be left out of the target, or come from elsewhere.")
     if "per process" in kinds:
         advice.append(

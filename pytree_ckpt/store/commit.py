@@ -5,11 +5,12 @@ A save writes only below a fresh `data-<nonce>/`. The checkpoint appears when it
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
@@ -46,17 +47,42 @@ def _why_not_found(path: Path) -> str:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):  # also when it goes at this moment
         if path.exists() and not path.is_dir():
-            return f"{path} is a file, a checkpoint is a folder"
-        return f"there is nothing at {path}"
+            return f"{path} is a file, a checkpoint is a folder{_importer([path.name])}"
+        beside = _listed(path.parent, [MANIFEST_FILE])
+        return f"there is nothing at {path}" + (f"; beside it are {beside}" if beside else "")
     if any(_DATA_DIR.fullmatch(name) for name in names):
-        return f"{path} holds a save that never committed; there is no checkpoint to load"
-    if "_METADATA" in names or "_CHECKPOINT_METADATA" in names:
-        return f"{path} is a checkpoint of orbax: import_orbax makes one of this library of it"
-    inside = sorted(n for n in names if (path / n / MANIFEST_FILE).is_file())
-    if inside:
-        shown = ", ".join(inside[:5]) + (", …" if len(inside) > 5 else "")
-        return f"{path} is no checkpoint, but has checkpoints in it: {shown}"
-    return f"{path} is not a checkpoint: it has no {MANIFEST_FILE}"
+        return f"{path} holds a save that has not committed: it is under way, or it died"
+    if not _ORBAX.isdisjoint(names):
+        return f"{path} is a checkpoint of orbax{_importer(names)}"
+    if inside := _listed(path, [MANIFEST_FILE]):
+        return f"{path} is no checkpoint, but has checkpoints in it: {inside}"
+    if inside := _listed(path, _ORBAX):
+        return f"{path} is no checkpoint, but has checkpoints of orbax in it: {inside}"
+    return f"{path} is not a checkpoint: it has no {MANIFEST_FILE}{_importer(names)}"
+
+
+_ORBAX = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
+
+
+def _listed(folder: Path, marks: Iterable[str]) -> str:
+    """The folders that have one of these files, a few of them by name."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return ""
+    # `os.path.isfile` is False also where one may not look.
+    have = (n for n in names if any(os.path.isfile(folder / n / mark) for mark in marks))
+    found = list(itertools.islice(have, 6))
+    return ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
+
+
+def _importer(names: Iterable[str]) -> str:
+    """What makes a checkpoint of the files of another program."""
+    for name in names:
+        kind = "orbax" if name in _ORBAX else name.rpartition(".")[2]
+        if kind in ("orbax", "safetensors", "npz"):
+            return f"; import_{kind} makes one of it"
+    return ""
 
 
 def data_folders(path: Path) -> list[Path]:

@@ -64,7 +64,7 @@ def _why_not_found(objects: Objects, key: str) -> str:
     if not names:
         return f"there is nothing at {place} {objects.where}".rstrip()
     if any(name.startswith("data-") for name in names):
-        return f"{place} holds a save that never committed; there is no checkpoint to load"
+        return f"{place} holds a save that has not committed: it is under way, or it died"
     inside = sorted(n.removesuffix(f"/{MANIFEST_FILE}") for n in names if n.endswith(MANIFEST_FILE))
     if inside:
         shown = ", ".join(inside[:5]) + (", …" if len(inside) > 5 else "")

@@ -52,7 +52,8 @@ class ConvertReport:
 
     def __str__(self) -> str:
         kept = f"\n{self.kept_nbytes} bytes were finished before" if self.kept_nbytes else ""
-        return f"{self.plan}{kept}"
+        made = "" if self.manifest is None else f"\n{self.manifest}"
+        return f"{self.plan}{kept}{made}"
 
 
 def convert(

@@ -263,6 +263,8 @@ class CheckpointManager:
 
     def best_step(self, metric: str, mode: retention.BestMode = "min") -> int | None:
         """The step with the best value of a metric, None if no step has it."""
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {mode!r}")
         best = retention.best_of(infos_of(self._tiers.look()), (metric, mode, 1))
         return best[0].step if best else None
 
