@@ -1,6 +1,8 @@
 """`verify` finds every damage and names the leaf, without loading anything."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import pytree_ckpt as pc
+from pytree_ckpt.store import disk
 from tests import flips
 
 Codec = Literal["zstd"] | None
@@ -98,6 +101,22 @@ def test_a_damaged_manifest_is_reported_and_a_missing_one_raises(checkpoint: Pat
     assert report.unchecked
     manifest.unlink()
     with pytest.raises(pc.NotFoundError):
+        pc.verify(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["manifest.msgpack", "00000.msgpack", "zarr.json"])
+def test_a_storage_that_fails_is_not_called_damage(
+    checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = disk.open_file
+
+    def failing(path: Path | str) -> int:
+        if Path(path).name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path)
+
+    monkeypatch.setattr(disk, "open_file", failing)
+    with pytest.raises(OSError, match="Input/output error"):
         pc.verify(checkpoint)
 
 

@@ -36,7 +36,7 @@ def read_manifest(path: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_not_found(path)) from None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
+        if error.errno in disk.NO_FILE:
             raise FormatError(f"{file} is not a regular file") from None
         raise
     return manifest_file.from_bytes(data, what=str(file))

@@ -1,6 +1,5 @@
 """What is in the data folder of a checkpoint: the tables, and files that do not belong."""
 
-import errno
 import math
 import os
 import re
@@ -10,6 +9,7 @@ from pytree_ckpt.format import tables, wire, zarr
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.tables import Table
+from pytree_ckpt.store import disk
 from pytree_ckpt.store.locations import Location, SizeOf
 
 
@@ -41,7 +41,7 @@ def read_table(data_folder: Location, manifest: Manifest, process: int) -> Table
     except (FileNotFoundError, NotADirectoryError):
         raise damaged("missing", f"the table {file} is missing", file=file) from None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EINVAL):
+        if error.errno in disk.NO_FILE:
             raise damaged("link", f"{file} is not a regular file", file=file) from None
         raise
     if len(data) != wanted.nbytes:
@@ -193,6 +193,9 @@ def wrong_metadata(data_folder: Location, manifest: Manifest) -> list[Damage]:
     """`zarr.json` files that are missing, or that say something else than the manifest.
 
     A load does not need them; other programs do.
+
+    Raises:
+        OSError: The storage failed.
     """
     damage: list[Damage] = []
     for leaf in manifest.leaves:
@@ -201,11 +204,15 @@ def wrong_metadata(data_folder: Location, manifest: Manifest) -> list[Damage]:
         file = array_folder(data_folder, leaf.name) / "zarr.json"
         expected = zarr.to_json(zarr.array_metadata(leaf.spec))
         try:
-            found = file.read_file(max_nbytes=len(expected))
-        except OSError:
-            found = None
-        if found != expected:
-            what = "is missing" if found is None else "does not say what the manifest says"
-            text = f"{file} {what}"
-            damage.append(Damage(path=leaf.text, kind="metadata", text=text, file=str(file)))
+            if file.read_file(max_nbytes=len(expected)) == expected:
+                continue
+            what = "does not say what the manifest says"
+        except (FileNotFoundError, NotADirectoryError):
+            what = "is missing"
+        except OSError as error:
+            if error.errno not in disk.NO_FILE:
+                raise
+            what = "is not a regular file"
+        text = f"{file} {what}"
+        damage.append(Damage(path=leaf.text, kind="metadata", text=text, file=str(file)))
     return damage

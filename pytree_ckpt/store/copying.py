@@ -1,6 +1,5 @@
 """The data of a checkpoint, copied file by file, byte for byte, to another place."""
 
-import errno
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pytree_ckpt.format import zarr
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.tables import Table
 from pytree_ckpt.options import LoadOptions
-from pytree_ckpt.store import contents
+from pytree_ckpt.store import contents, disk
 from pytree_ckpt.store.budget import ByteBudget
 from pytree_ckpt.store.locations import Location
 from pytree_ckpt.store.workers import Workers, thread_count
@@ -80,7 +79,7 @@ def _bytes_of(file: _File, source: Location) -> bytes:
         text = f"{place} is missing"
         raise contents.damaged("missing", text, leaf=file.leaf, file=place) from None
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EINVAL, errno.EISDIR):
+        if error.errno not in disk.NO_FILE:
             raise
         text = f"{place} is not a regular file"
         raise contents.damaged("link", text, leaf=file.leaf, file=place) from None

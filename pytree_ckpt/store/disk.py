@@ -12,6 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, Self
 
+NO_FILE = (errno.ELOOP, errno.EINVAL, errno.EISDIR)
+"""How `read_file` refuses what is there, but no regular file."""
 _FILE_MODE = 0o666
 _MOST_PARTS = 1024
 """That `writev` takes on Linux and macOS."""
