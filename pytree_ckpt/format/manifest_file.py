@@ -1,6 +1,5 @@
 """The file of a manifest: from the dataclass to bytes and back, every field checked."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -258,8 +257,3 @@ def _numbers_of(items: dict[str, Any]) -> dict[str, float]:
     if not all(isinstance(v, float) for v in items.values()):
         raise ValueError("metrics or seconds are not numbers")
     return items
-
-
-def with_id(manifest: Manifest, digest: bytes) -> Manifest:
-    """The manifest as it reads back after a save."""
-    return dataclasses.replace(manifest, id=digest)

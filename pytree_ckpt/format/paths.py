@@ -142,10 +142,3 @@ def nearest(text: str, known: Iterable[str]) -> str:
     """
     found = difflib.get_close_matches(text, itertools.islice(known, _MAX_COMPARED), n=1)
     return f" (nearest: {found[0]})" if found else ""
-
-
-def from_text(text: str, known: Iterable[str]) -> str | None:
-    """The text among `known` that a person means by `text`, or None."""
-    wanted = text.strip("/")
-    known = known if isinstance(known, (dict, set, frozenset)) else set(known)
-    return text if text in known else wanted if wanted in known else None

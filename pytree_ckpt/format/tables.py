@@ -16,6 +16,8 @@ from pytree_ckpt.format.parse import Reader
 
 Ints = npt.NDArray[np.int64]
 DIGEST_NBYTES: Mapping[str, int] = {"sha256": 32, "xxh3_128": 16}
+ROW_NBYTES = 64
+"""Of a table for one shard, about."""
 MAX_PACKED_NBYTES = 1 << 60
 MAX_PACKED_SHARD_NBYTES = 1 << 30
 """Of one file of a packed array."""

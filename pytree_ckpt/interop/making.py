@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import FormatError
-from pytree_ckpt.format import dtypes, manifest_file, values, wire
+from pytree_ckpt.format import dtypes, manifest_file, tables, values, wire
 from pytree_ckpt.format.manifest import VALUE, Manifest, TableRef, data_dir
 from pytree_ckpt.format.parse import Reader
 from pytree_ckpt.format.trees import Tree
@@ -17,14 +16,12 @@ from pytree_ckpt.format.values import Value
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import ArrayForm, SavePlan, plan_save
 from pytree_ckpt.store.locations import PathLike, locate
-from pytree_ckpt.verbs.origin import versions, written_by
+from pytree_ckpt.verbs.origin import completed, versions
 
 _SHARD_NBYTES = 32 << 20
 """Largest file of an array, about: what is written is in memory twice."""
 _INFLIGHT_NBYTES = 64 << 20
-_ROW_NBYTES = 64
-"""Bytes of a table for one shard, about."""
-_MAX_NBYTES = wire.MAX_FILE_BYTES // _ROW_NBYTES * _SHARD_NBYTES
+_MAX_NBYTES = wire.MAX_FILE_BYTES // tables.ROW_NBYTES * _SHARD_NBYTES
 """What one table can list. A header may claim anything, and a plan has an entry for each shard."""
 
 
@@ -71,17 +68,10 @@ def make_checkpoint(
         # An order keeps few of them in memory at once: a source may be decoded whole.
         order = list(zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True))
         writer = Writer(folder, plan, view, process=0, options=options, clock=clock, order=order)
-        complete = dataclasses.replace(
-            draft,
-            nonce=attempt.nonce,
-            tables=(writer.write({}),),
-            created=time.time(),
-            written_by=written_by(),
-            seconds=dict(clock.seconds),
-        )
-        data, digest = manifest_file.to_bytes(complete)
+        table = writer.write({})
+        manifest, data = completed(draft, nonce=attempt.nonce, tables=[table], clock=clock)
         attempt.commit(data)
-    return ImportReport(manifest=manifest_file.with_id(complete, digest), left_out=tuple(left_out))
+    return ImportReport(manifest=manifest, left_out=tuple(left_out))
 
 
 def _planned(

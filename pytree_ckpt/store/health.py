@@ -93,21 +93,6 @@ def unpin(location: Location) -> None:
     location.sync()
 
 
-def latest_whole(root: Location, names: StepNames, *, below: int) -> Location | None:
-    """The newest step below `below` that is not marked, and whose manifest and tables are sound."""
-    for step in reversed(root.committed_steps(names)):
-        location = root / names.name(step)
-        if step >= below or is_marked(location):
-            continue
-        try:
-            manifest = location.read_manifest()
-            contents.read_tables(location / manifest.data_dir, manifest)
-        except (CheckpointError, OSError):
-            continue
-        return location
-    return None
-
-
 def quarantine(location: Location, reason: str) -> None:
     """Mark a checkpoint as damaged and leave it in place; where that is refused, nothing."""
     text = f"{_data_dir(location) or _NO_MANIFEST}\n{reason}\n"

@@ -10,6 +10,8 @@ import msgpack
 
 from pytree_ckpt.errors import CheckpointError, FormatError
 
+JOURNALS = "unfinished"
+"""Folder of the journals in a data folder; it is gone before the commit."""
 PACKED = -1
 """Stands for the leaf in the key of a file of the packed array."""
 Key = tuple[int, int]
@@ -22,15 +24,15 @@ class Journal:
 
     A record that was cut off, or says what is not so (a power cut may take a name whose folder
     was not synced yet), costs that its file is written again: `keep` takes only what reads back
-    with these digests. One process has a journal at a time.
+    with these digests. Each process has one, and nobody else meanwhile.
 
     Raises:
         CheckpointError: Another process has it.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, data: Path, process: int) -> None:
+        file = data / JOURNALS / f"{process:05d}"
         file.parent.mkdir(exist_ok=True)
-        self._file = file
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

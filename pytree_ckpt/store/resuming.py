@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format import tables, wire, zarr
@@ -16,14 +15,6 @@ from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal, Key
 from pytree_ckpt.store.locations import Location
-
-JOURNALS = "unfinished"
-"""Folder of the journals in a data folder; it is gone before the commit."""
-
-
-def journal_file(data: Path, process: int) -> Path:
-    """The journal of one process."""
-    return data / JOURNALS / f"{process:05d}"
 
 
 def clear_the_way(

@@ -12,7 +12,7 @@ from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, whole
 from pytree_ckpt.format.manifest import Leaf
-from pytree_ckpt.format.paths import from_text, nearest
+from pytree_ckpt.format.paths import nearest
 from pytree_ckpt.format.tables import ShardIndex
 from pytree_ckpt.options import LoadOptions, given_or_default
 from pytree_ckpt.pictures.pages import manifest_html
@@ -65,22 +65,26 @@ class Checkpoint:
         return len(self.manifest.leaf_codes)
 
     def __contains__(self, key: object) -> bool:
-        return self._text(key) is not None
+        return self._found(key) is not None
 
     def __getitem__(self, key: str) -> Any:
         """A `StoredArray`, a Python value, or the list of the values of all processes."""
         return self._value(self.leaf(key))
 
-    def _text(self, key: object) -> str | None:
-        return from_text(key, self.manifest.by_text) if isinstance(key, str) else None
+    def _found(self, key: object) -> Leaf | None:
+        """The leaf that a person means; slashes at the ends do not count."""
+        if not isinstance(key, str):
+            return None
+        leaves = self.manifest.by_text
+        return leaves.get(key) or leaves.get(key.strip("/"))
 
     def leaf(self, key: str) -> Leaf:
         """What the manifest says of a leaf."""
-        text = self._text(key)
-        if text is None:
+        found = self._found(key)
+        if found is None:
             near = nearest(str(key), self.manifest.by_text)
             raise KeyError(f"no leaf {key!r} in {self._location}{near}; keys() lists them")
-        return self.manifest.by_text[text]
+        return found
 
     def _value(self, leaf: Leaf) -> Any:
         if leaf.per_process:

@@ -26,9 +26,10 @@ from pytree_ckpt.plan.layouts import Layout
 from pytree_ckpt.progress import showing
 from pytree_ckpt.store import commit, contents, disk
 from pytree_ckpt.store.commit import Attempt
+from pytree_ckpt.store.journal import JOURNALS, Journal
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.verbs.convert_workers import started
-from pytree_ckpt.verbs.origin import versions, written_by
+from pytree_ckpt.verbs.origin import completed, versions
 
 _LOG = logging.getLogger("pytree_ckpt")
 _POLL_S = 0.05
@@ -241,12 +242,11 @@ class _Job:
         """Write all that is left to do; the bytes that were finished before."""
         from pytree_ckpt.store import resuming
         from pytree_ckpt.store.converting import ConvertedViews, per_process_values
-        from pytree_ckpt.store.journal import Journal
         from pytree_ckpt.store.reading import CheckpointReader
         from pytree_ckpt.store.writing import Writer
 
         part = self.plan.parts[self.process]
-        journal = Journal(resuming.journal_file(attempt.folder, self.process))
+        journal = Journal(attempt.folder, self.process)
         try:
             with clock.stage("resume"):
                 resuming.clear_the_way(
@@ -287,21 +287,11 @@ class _Job:
     def _commit(self, attempt: Attempt, clock: StageClock, check: Any) -> Manifest:
         found, refs = self._tables(attempt, check)
         ShardIndex(self._draft.leaf_specs, found, digest=self._draft.digest)
-        complete = dataclasses.replace(
-            self._draft,
-            nonce=attempt.nonce,
-            tables=tuple(refs),
-            created=time.time(),
-            written_by=written_by(),
-            seconds=dict(clock.seconds),
-        )
-        data, digest = manifest_file.to_bytes(complete)
-        from pytree_ckpt.store import resuming
-
-        disk.remove_tree(attempt.folder / resuming.JOURNALS)
+        manifest, data = completed(self._draft, nonce=attempt.nonce, tables=refs, clock=clock)
+        disk.remove_tree(attempt.folder / JOURNALS)
         attempt.temporary.unlink(missing_ok=True)  # of a run that was killed within its commit
         attempt.commit(data)
-        return manifest_file.with_id(complete, digest)
+        return manifest
 
     def _tables(self, attempt: Attempt, check: Any) -> tuple[list[Table], list[TableRef]]:
         """The tables of all processes, once they are there."""
@@ -351,10 +341,8 @@ class _Job:
 
 def _progress(data: Path) -> int:
     """A number that grows while anybody finishes anything."""
-    from pytree_ckpt.store import resuming
-
     try:
-        return sum(file.stat().st_size for file in (data / resuming.JOURNALS).iterdir())
+        return sum(file.stat().st_size for file in (data / JOURNALS).iterdir())
     except FileNotFoundError:
         return 0  # the journals go just before the commit
 

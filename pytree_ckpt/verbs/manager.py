@@ -22,7 +22,8 @@ from pytree_ckpt.verbs.pending import PendingSave
 from pytree_ckpt.verbs.preemption import Preempted, listen
 from pytree_ckpt.verbs.restoring import OnDamage, load_first_whole
 from pytree_ckpt.verbs.rotation import Rotation, infos_of
-from pytree_ckpt.verbs.save import start_save
+from pytree_ckpt.verbs.save import in_background
+from pytree_ckpt.verbs.save_job import SaveJob
 from pytree_ckpt.verbs.schedule import Schedule
 from pytree_ckpt.verbs.tiers import Tier, Tiers
 
@@ -95,6 +96,8 @@ class CheckpointManager:
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
     ) -> None:
+        self._save_options = given_or_default(save_options, SaveOptions)
+        self._load_options = given_or_default(load_options, LoadOptions)
         self._schedule = Schedule(every=save_every, every_seconds=save_every_seconds)
         self._root = locate(root)
         self._keep = keep
@@ -107,14 +110,12 @@ class CheckpointManager:
             self._tiers,
             every=mirror_every,
             keep=keep if mirror_keep == "same" else mirror_keep,
-            options=given_or_default(load_options, LoadOptions),
-            patience_s=given_or_default(save_options, SaveOptions).timeout_s,
+            options=self._load_options,
+            patience_s=self._save_options.timeout_s,
         )
-        self._rotation = Rotation(self._root, names, keep, let_go=self._mirror.let_go)
+        self._rotation = Rotation(self._tiers.near, keep, let_go=self._mirror.let_go)
         self._background = background
         self._link_unchanged = link_unchanged
-        self._save_options = save_options
-        self._load_options = load_options
         self._pending: PendingSave | None = None
         self._last: tuple[int, bool] | None = None
         self._notice = listen(on_sigterm=on_sigterm)
@@ -133,8 +134,8 @@ class CheckpointManager:
 
     def _decided(self, what: str, decide: Callable[[], T]) -> T:
         """What process 0 decides, which all must do alike."""
-        timeout_s = (self._save_options or SaveOptions()).timeout_s
-        return decided(f"the decision {what} in {self._root}", decide, timeout_s=timeout_s)
+        what = f"the decision {what} in {self._root}"
+        return decided(what, decide, timeout_s=self._save_options.timeout_s)
 
     def save(
         self,
@@ -186,7 +187,7 @@ class CheckpointManager:
             "whether to replace a step", lambda: self._tiers.replaces(number, overwrite=overwrite)
         )
         numbers = retention.checked_metrics(metrics)
-        self._pending = pending = start_save(
+        job = SaveJob(
             str(self._tiers.near.place(number)),
             tree,
             overwrite=replaces,
@@ -194,9 +195,12 @@ class CheckpointManager:
             metadata=metadata,
             metrics=numbers,
             options=self._save_options,
+        )
+        self._pending = pending = in_background(
+            job,
+            started=started,
             before=lambda: self._rotation.make_room(number),
             after=lambda: self._after(number, numbers, overwrite=overwrite),
-            started=started,
         )
         self._schedule.note_save()
         self._last = number, overwrite
@@ -309,7 +313,7 @@ class CheckpointManager:
         if on_damage not in ("raise", "previous"):
             raise ValueError(f"on_damage must be 'raise' or 'previous', not {on_damage!r}")
         self._wait_for_save()
-        timeout_s = (self._load_options or LoadOptions()).timeout_s
+        timeout_s = self._load_options.timeout_s
         what = f"the choice of a step in {self._root}"
         wanted, unread = decided(what, lambda: self._tiers.candidates(step), timeout_s=timeout_s)
         return load_first_whole(

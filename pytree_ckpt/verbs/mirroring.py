@@ -156,7 +156,7 @@ class Mirror:
         replaces = _replaces(place, manifest, overwrite=overwrite)
         if replaces is None:
             return
-        rotation = Rotation(far.root, far.names, self._keep)
+        rotation = Rotation(far, self._keep)
         rotation.make_room(step)
         _copy(near, place, manifest, overwrite=replaces, options=self._options)
         _LOG.info("copied %s to %s", near, place)

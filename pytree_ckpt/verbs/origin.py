@@ -1,10 +1,17 @@
-"""What a manifest records of who wrote it."""
+"""What a manifest records of how it was written: by whom, with what, when, in what time."""
 
+import dataclasses
 import functools
 import getpass
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from importlib import metadata
+
+from pytree_ckpt.clock import StageClock
+from pytree_ckpt.format import manifest_file
+from pytree_ckpt.format.manifest import Manifest, TableRef
 
 _OF = ("pytree-ckpt", "jax", "jaxlib", "numpy", "tensorstore")
 
@@ -21,7 +28,29 @@ def versions() -> dict[str, str]:
     return found
 
 
-def written_by() -> str:
+def completed(
+    draft: Manifest,
+    *,
+    nonce: str,
+    tables: Sequence[TableRef],
+    clock: StageClock,
+    linked_nbytes: int = 0,
+) -> tuple[Manifest, bytes]:
+    """The manifest of a save that has written everything, and its file."""
+    complete = dataclasses.replace(
+        draft,
+        nonce=nonce,
+        tables=tuple(tables),
+        created=time.time(),
+        seconds=dict(clock.seconds),
+        linked_nbytes=linked_nbytes,
+        written_by=_written_by(),
+    )
+    data, digest = manifest_file.to_bytes(complete)
+    return dataclasses.replace(complete, id=digest), data
+
+
+def _written_by() -> str:
     """`user@host` of this process; without a user where the system does not name one."""
     try:
         user = f"{getpass.getuser()}@"

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from pytree_ckpt.errors import CheckpointError
-from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.plan import retention
 from pytree_ckpt.plan.retention import Decision, Keep, StepInfo
 from pytree_ckpt.store import health
 from pytree_ckpt.store.health import StepState
-from pytree_ckpt.store.locations import Location
+from pytree_ckpt.verbs.tiers import Tier
 
 _LOG = logging.getLogger("pytree_ckpt")
 
@@ -26,8 +25,7 @@ class Rotation:
 
     def __init__(
         self,
-        root: Location,
-        names: StepNames,
+        tier: Tier,
         keep: Keep | None,
         *,
         let_go: Callable[[int], None] = lambda step: None,
@@ -35,13 +33,12 @@ class Rotation:
         if not isinstance(keep, Keep | None):
             raise TypeError(f"keep must be Keep(...), such as Keep(last=3), not {keep!r}")
         self._let_go = let_go
-        self._root = root
-        self._names = names
+        self._tier = tier
         self._keep = keep
 
     def decision(self, *, now: float | None = None) -> Decision:
         """What would be kept and deleted now, and why; nothing is deleted."""
-        states = health.look(self._root, self._names)
+        states = self._tier.look()
         moment = time.time() if now is None else now
         decision = self._decide(infos_of(states), self._protected(states), moment)
         left = {s.step: s.trouble for s in states if s.trouble is not None}
@@ -53,11 +50,10 @@ class Rotation:
         Raises:
             OSError: The storage refused.
         """
-        self._root.reclaim(self._names)
+        self._tier.root.reclaim(self._tier.names)
         if decision.dropped:
-            self._root.settle(self._names, decision.kept)
-        paths = {number: self._root / self._names.name(number) for number in decision.dropped}
-        return [number for number, path in paths.items() if not path.delete()]
+            self._tier.root.settle(self._tier.names, decision.kept)
+        return [number for number in decision.dropped if not self._tier.place(number).delete()]
 
     def make_room(self, step: int) -> None:
         """Ahead of writing `step`, delete what will not be kept once it is there.
@@ -65,19 +61,19 @@ class Rotation:
         One good checkpoint always stays, and so do the best: `step` may yet fail.
         """
         with self._not_at_the_cost_of(step):
-            self._root.reclaim(self._names)
+            self._tier.root.reclaim(self._tier.names)
             self._apply(step, {}, protect_last=True)
 
     def rotate(self, step: int, metrics: Mapping[str, float]) -> None:
         """After the commit of `step`, delete what is not kept."""
         with self._not_at_the_cost_of(step):
-            health.unmark(self._root / self._names.name(step))
+            health.unmark(self._tier.place(step))
             self._apply(step, metrics, protect_last=False)
 
     def _apply(self, step: int, metrics: Mapping[str, float], *, protect_last: bool) -> None:
         if self._keep is None:
             return
-        states = health.look(self._root, self._names)
+        states = self._tier.look()
         self._pin(states)
         infos = [info for info in infos_of(states) if info.step != step]
         protected = self._protected(states) | {step: "just saved"}
@@ -87,25 +83,24 @@ class Rotation:
         infos.append(StepInfo(step=step, created=now, metrics=metrics))
         decision = self._decide(infos, protected, now)
         if decision.dropped:
-            self._root.settle(self._names, [n for n in decision.kept if n != step])
+            self._tier.root.settle(self._tier.names, [n for n in decision.kept if n != step])
         for number in decision.dropped:
             with self._not_at_the_cost_of(step):
                 self._let_go(number)
-                if not (self._root / self._names.name(number)).delete():
-                    _LOG.warning("step %d of %s is in use and stays", number, self._root)
+                if not self._tier.place(number).delete():
+                    _LOG.warning("step %d of %s is in use and stays", number, self._tier)
 
     def _protected(self, states: list[StepState]) -> dict[int, str]:
         """Steps that no rule deletes: pinned ones, links, and what these lead to."""
         found = {state.step: "pinned" for state in states if state.is_pinned}
         for step in (state.step for state in states if state.is_link):
             found[step] = "reached through a link"
-            path = (self._root / self._names.name(step)).path
-            target = None if path is None else self._names.step(path.resolve().name)
-            if (
-                path is not None
-                and target is not None
-                and path.resolve().parent.samefile(path.parent)
-            ):
+            path = self._tier.place(step).path
+            if path is None:
+                continue
+            leads_to = path.resolve()
+            target = self._tier.names.step(leads_to.name)
+            if target is not None and leads_to.parent.samefile(path.parent):
                 found[target] = f"step {step} is a link to it"
         return found
 
@@ -114,7 +109,7 @@ class Rotation:
         pinned = () if self._keep is None else self._keep.pinned
         for state in states:
             if state.step in pinned and not (state.is_pinned or state.is_link):
-                health.pin(self._root / self._names.name(state.step))
+                health.pin(self._tier.place(state.step))
 
     def _decide(self, infos: list[StepInfo], protected: Mapping[int, str], now: float) -> Decision:
         if self._keep is None:

@@ -1,13 +1,12 @@
 """Save a pytree: describe, plan, write, commit."""
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.jaxio import processes
-from pytree_ckpt.options import SaveOptions, given_or_default
+from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.store.locations import PathLike
 from pytree_ckpt.verbs.pending import PendingSave
 from pytree_ckpt.verbs.save_job import SaveJob
@@ -60,15 +59,7 @@ def save(
         >>> [str(leaf) for leaf in manifest.leaves]
         ['step  int', 'w  float64[2, 3] host array']
     """
-    job = SaveJob(
-        path,
-        tree,
-        overwrite=overwrite,
-        base=base,
-        metadata=metadata,
-        metrics=None,
-        options=options,
-    )
+    job = SaveJob(path, tree, overwrite=overwrite, base=base, metadata=metadata, options=options)
     try:
         return job.run()
     finally:
@@ -104,42 +95,22 @@ def save_async(
         ...     pending.result().leaves[0].text
         'w'
     """
-    return start_save(
-        path, tree, overwrite=overwrite, base=base, metadata=metadata, metrics=None, options=options
-    )
+    started = time.perf_counter()
+    job = SaveJob(path, tree, overwrite=overwrite, base=base, metadata=metadata, options=options)
+    return in_background(job, started=started)
 
 
-def start_save(
-    path: PathLike,
-    tree: Any,
+def in_background(
+    job: SaveJob,
     *,
-    overwrite: bool,
-    base: PathLike | None,
-    metadata: Any,
-    metrics: Mapping[str, float] | None,
-    options: SaveOptions | None,
+    started: float,
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
-    started: float | None = None,
 ) -> PendingSave:
-    """As `save_async`; `before` and `after` run in the background around the save, in process 0.
+    """Run a job while the caller goes on; `before` and `after` run around it, in process 0.
 
     The caller counts as blocked since `started`, by `time.perf_counter()`.
     """
-    started = time.perf_counter() if started is None else started
-    options = given_or_default(options, SaveOptions)
-    if options.progress == "auto":
-        # A bar would draw over what the training loop prints.
-        options = dataclasses.replace(options, progress=False)
-    job = SaveJob(
-        path,
-        tree,
-        overwrite=overwrite,
-        base=base,
-        metadata=metadata,
-        metrics=metrics,
-        options=options,
-    )
     job.freeze()
     job.clock.add("blocked", time.perf_counter() - started)
 

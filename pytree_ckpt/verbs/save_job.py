@@ -2,13 +2,12 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, FormatError
-from pytree_ckpt.format import manifest_file, values, wire
+from pytree_ckpt.format import manifest_file, tables, values, wire
 from pytree_ckpt.format.boxes import whole
 from pytree_ckpt.format.manifest import Manifest, TableRef, data_dir
 from pytree_ckpt.format.paths import to_text
@@ -26,11 +25,9 @@ from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader
 from pytree_ckpt.store.writing import Writer
 from pytree_ckpt.sweeps import no_sweeps
-from pytree_ckpt.verbs.origin import versions, written_by
+from pytree_ckpt.verbs.origin import completed, versions
 
 _LOG = logging.getLogger("pytree_ckpt")
-_ROW_NBYTES = 64
-"""Bytes of a table for one shard, about."""
 
 
 class SaveJob:
@@ -50,8 +47,8 @@ class SaveJob:
         overwrite: bool,
         base: PathLike | None,
         metadata: Any,
-        metrics: Mapping[str, float] | None,
         options: SaveOptions | None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         self.clock = StageClock()
         self._overwrite = overwrite
@@ -87,7 +84,10 @@ class SaveJob:
         self._copied = described.copied
 
     def freeze(self) -> None:
-        """Let the caller have the tree back."""
+        """Let the caller have the tree back; what is left to do is in the background."""
+        if self._options.progress == "auto":
+            # A bar would draw over what the training loop prints.
+            self._options = dataclasses.replace(self._options, progress=False)
         with self._session.ends_by_failure():
             self._views.freeze()
 
@@ -131,23 +131,20 @@ class SaveJob:
             written = [self._write(attempt.nonce)]
             with self.clock.stage("wait"):
                 written += self._session.gather().values()
-            complete = dataclasses.replace(
+            manifest, data = completed(
                 self._draft,
                 nonce=attempt.nonce,
-                tables=tuple(TableRef(nbytes=nbytes, id=table) for nbytes, table, _ in written),
-                seconds=dict(self.clock.seconds),
-                created=time.time(),
-                written_by=written_by(),
+                tables=[TableRef(nbytes=nbytes, id=table) for nbytes, table, _ in written],
+                clock=self.clock,
                 linked_nbytes=sum(linked for _, _, linked in written),
             )
-            data, digest = manifest_file.to_bytes(complete)
             _LOG.info("committing %s", self.location)
             with self.clock.stage("commit"):
                 if len(written) > 1:
-                    _check_coverage(self.location, complete)
+                    _check_coverage(self.location, manifest)
                 attempt.commit(data)
-        self._session.tell(digest)
-        return manifest_file.with_id(complete, digest)
+        self._session.tell(manifest.id)
+        return manifest
 
     def _agree(self, nonce: str) -> None:
         """Go on once all processes see the data folder and save the same.
@@ -263,7 +260,7 @@ def _draft(
 ) -> Manifest:
     """The manifest but for what is known only at the end; too large a one is refused here."""
     rows = len(plan.array_leaf) + len(plan.packed_leaf)
-    if rows * _ROW_NBYTES > wire.MAX_FILE_BYTES:
+    if rows * tables.ROW_NBYTES > wire.MAX_FILE_BYTES:
         raise FormatError(
             f"the tree has {rows} shards, more than one table can list; use fewer, larger arrays"
         )

@@ -8,8 +8,9 @@ from pytree_ckpt.format.manifest import Manifest
 from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.plan.retention import Decision, Keep
 from pytree_ckpt.store import health
-from pytree_ckpt.store.locations import Location, PathLike, locate
+from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.verbs.rotation import Rotation
+from pytree_ckpt.verbs.tiers import Tier
 
 StepStatus = Literal["committed", "damaged", "unreadable", "being written", "unfinished"]
 
@@ -50,11 +51,11 @@ def survey(root: PathLike, *, names: StepNames | None = None) -> tuple[StepSumma
         ...     [(found.step, found.status) for found in survey(root)]
         [(5, 'committed')]
     """
-    location, names = _existing(root), names or StepNames()
+    tier = _existing(root, names)
     found = [
         StepSummary(
             step=state.step,
-            name=names.name(state.step),
+            name=tier.names.name(state.step),
             status="committed"
             if state.is_good
             else ("damaged" if state.is_damaged else "unreadable"),
@@ -62,13 +63,15 @@ def survey(root: PathLike, *, names: StepNames | None = None) -> tuple[StepSumma
             pinned=state.is_pinned,
             note=state.trouble or ("a link" if state.is_link else ""),
         )
-        for state in health.look(location, names)
+        for state in tier.look()
     ]
     found += [
         StepSummary(
-            step=step, name=names.name(step), status="being written" if busy else "unfinished"
+            step=step,
+            name=tier.names.name(step),
+            status="being written" if busy else "unfinished",
         )
-        for step, busy in location.unfinished(names)
+        for step, busy in tier.root.unfinished(tier.names)
     ]
     return tuple(sorted(found, key=lambda summary: summary.step))
 
@@ -108,8 +111,7 @@ def prune(
         ...     print(prune(root, Keep(last=1), delete=True).deleted, pc.steps(root))
         (1, 2) [3]
     """
-    location, names = _existing(root), names or StepNames()
-    rotation = Rotation(location, names, keep)
+    rotation = Rotation(_existing(root, names), keep)
     decision = rotation.decision()
     in_use = rotation.carry_out(decision) if delete else ()
     gone = [step for step in decision.dropped if delete and step not in in_use]
@@ -138,8 +140,8 @@ def pin(path: PathLike, *, pinned: bool = True) -> None:
     (health.pin if pinned else health.unpin)(location)
 
 
-def _existing(root: PathLike) -> Location:
+def _existing(root: PathLike, names: StepNames | None) -> Tier:
     location = locate(root)
     if location.path is not None and not location.path.is_dir():
         raise NotFoundError(f"there is no folder at {location}")
-    return location
+    return Tier(root=location, names=names or StepNames())

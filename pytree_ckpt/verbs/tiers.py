@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, NotFoundError
 from pytree_ckpt.format.steps import StepNames, checked_step
-from pytree_ckpt.store import health
+from pytree_ckpt.store import contents, health
 from pytree_ckpt.store.health import StepState
 from pytree_ckpt.store.locations import Location
 
@@ -40,8 +40,17 @@ class Tier:
 
     def newest_whole(self, *, below: int) -> str | None:
         """Where the newest step is whose manifest and tables are sound, for `base` of a save."""
-        found = health.latest_whole(self.root, self.names, below=below)
-        return None if found is None else str(found)
+        for step in reversed(self.steps()):
+            place = self.place(step)
+            if step >= below or health.is_marked(place):
+                continue
+            try:
+                manifest = place.read_manifest()
+                contents.read_tables(place / manifest.data_dir, manifest)
+            except (CheckpointError, OSError):
+                continue
+            return str(place)
+        return None
 
     def is_marked(self, step: int) -> bool:
         """Whether a step is marked as damaged."""

@@ -130,7 +130,7 @@ REMOVE = "    if named is not None:\n        disk.remove_tree(path / named)\n"
 REMOVE_FIRST = "        if named is not None:\n            disk.remove_tree(path / named)\n"
 TABLE = "contents.table_file(self._data, self._process).write_new(data)"
 SETTLE = """        if decision.dropped:
-            self._root.settle(self._names, [n for n in decision.kept if n != step])
+            self._tier.root.settle(self._tier.names, [n for n in decision.kept if n != step])
 """
 NAMED = "if _named(self.path) in (self.folder.name, _UNKNOWN):"
 
