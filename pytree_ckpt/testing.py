@@ -55,7 +55,7 @@ def assert_resumes(
 
     Raises:
         AssertionError: The runs differ: at which step, in which leaves, by how much.
-        TypeError: `step_fn` does not return what `has_aux` says.
+        TypeError: `step_fn` does not return what `has_aux` says, or None for a state.
         ValueError: There is no batch after the save.
         CheckpointError: The state cannot be saved, or not be loaded so.
 

@@ -86,6 +86,7 @@ class Manifest:
         values: The Python values, in the order of their leaves.
         names: For each leaf that is stored as a Zarr array of its own, the folder's name.
         process_count: Processes of the layout.
+        device_count, platform, versions: Where it was saved, and with which libraries.
         tables: One for each process that wrote.
         metadata: What the user gave to `save`.
         metrics: Numbers that rank this checkpoint among others.

@@ -63,6 +63,7 @@ def export_npz(
     Raises:
         UnsupportedLeafError: Dtypes that numpy has not, names that two leaves would have, and
             values per process: all of them; nothing was written.
+        CheckpointError: No leaf matches `select`.
         ExistsError: The file is there and `overwrite` is False.
         IntegrityError: A chunk of `src` is damaged.
     """
@@ -150,6 +151,8 @@ def import_npz(
     options: SaveOptions | None = None,
 ) -> ImportReport:
     """Make a checkpoint of an `.npz`, in bounded memory; compressed members go through a file.
+
+    Args as `import_safetensors`.
 
     Raises:
         FormatError: Not an `.npz`, or an array of objects or of a dtype that is not known.

@@ -72,6 +72,7 @@ def export_safetensors(
     Raises:
         UnsupportedLeafError: Dtypes that the format lacks, names that two leaves would have, and
             values per process: all of them; nothing was written.
+        CheckpointError: No leaf matches `select`.
         ExistsError: A file is there and `overwrite` is False.
         IntegrityError: A chunk of `src` is damaged.
 

@@ -21,7 +21,7 @@ class Layout:
         mesh: Names and sizes of the mesh axes, slowest first. Without it the saved mesh stays.
         specs: Partition specs by pattern of leaf paths; the first that matches counts. A spec is
             an entry for each dimension: an axis, None, or several axes; or all of that as text,
-            `"data+model,None"`. Leaves that none matches keep their spec, on the new mesh. An
+            `"data+model,None"`. Leaves that none matches keep their spec, on the new mesh. A
             host array that one matches becomes an array on devices.
         process_count: Processes of the job that will load the checkpoint.
 

@@ -96,6 +96,7 @@ def convert(
 
     Raises:
         MismatchError: What is asked for does not fit, with every reason; nothing was written.
+        ValueError: A pattern, a dtype or a number that is none.
         IntegrityError: A chunk of `src` is damaged.
         NotFoundError, FormatError: There is no checkpoint that can be read.
         ExistsError: There is a checkpoint at `dst` and `overwrite` is False.

@@ -74,6 +74,8 @@ def load(
         NotFoundError: No committed checkpoint is there.
         FormatError: The manifest is damaged, or (`NewerFormatError`) of a newer release.
         UnsupportedLeafError: The target has leaves that ask for nothing storable.
+        ValueError: A rule of `rename`, `stack` or `unstack` that is none.
+        OSError, CheckpointError: The storage failed, or the checkpoint was replaced meanwhile.
         PeerError, PeerTimeoutError: A striped load failed on another process.
 
     Example:

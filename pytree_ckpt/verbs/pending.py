@@ -82,7 +82,7 @@ class Background(Generic[T]):
 
         Raises:
             TimeoutError: It has not ended after `timeout` seconds; it goes on.
-            Exception: What it failed with; nothing was committed.
+            Exception: What it failed with.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self._what} has not ended after {timeout} s")

@@ -24,7 +24,8 @@ def save(
     """Save a pytree as a checkpoint at `path`; it is durable when this returns.
 
     Every device shard is written from where it is, without gathering. Nothing that is committed
-    is touched before the new checkpoint is; if anything fails, what was there is still there.
+    is touched before the new checkpoint is: if anything fails, what was there is still there, or,
+    where it failed after the commit, the new checkpoint is.
 
     With several processes every one calls this, in the same order as its other saves, with the
     same path and tree; a replicated part is written by one of them. A failure on any process
@@ -48,7 +49,8 @@ def save(
         ExistsError: There is a checkpoint at `path` and `overwrite` is False.
         NotFoundError, FormatError, IntegrityError: There is no checkpoint at `base`, or its
             manifest or tables are damaged. A damaged shard of it is written anew.
-        OSError: The storage refused or failed; nothing was committed.
+        OSError: The storage refused or failed.
+        TypeError, ValueError: Metadata that is not JSON-like.
         PeerError: It failed on another process, or the processes do not save the same.
         PeerTimeoutError: Other processes did not come to the same point in time.
 
