@@ -421,9 +421,10 @@ FOUR_DEVICES = """
 
     found = pc.load(path, {"w": np.zeros((8, 4), np.float32)}, partial=True)["w"]
     np.testing.assert_array_equal(found, expected)
-    found = pc.load(path, reshard=True)["w"]  # to the default device, because it was asked for
-    assert found.devices() == {jax.devices()[0]}
-    np.testing.assert_array_equal(found, expected)
+    for target in (None, {"w": struct}):  # to the default device, because it was asked for
+        found = pc.load(path, target, reshard=True, partial=True)["w"]
+        assert found.devices() == {jax.devices()[0]}
+        np.testing.assert_array_equal(found, expected)
     print("all good")
 """
 

@@ -52,8 +52,9 @@ def load(
             Each leaf comes back as its target's kind, the tree as the target's classes. Without
             one: builtin containers, arrays on the saved mesh rebuilt from the devices at hand.
         mesh: Mesh for what the target leaves open: saved specs, and abstract meshes.
-        reshard: Allow another mesh, partition spec, memory kind or process count. Without a
-            target and a mesh everything goes to the default device.
+        reshard: Allow another mesh, partition spec, memory kind or process count. Without `mesh`
+            all goes to the default device if there is no target, and what a target leaves open
+            if there are fewer devices than were saved on.
         cast: Allow another dtype, by numpy's rules; an imaginary part is never dropped.
         partial: Allow a target that asks for fewer leaves than there are.
         rename: Where leaves go that have another path in the target, by patterns of paths:
