@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from pytree_ckpt.errors import CheckpointError
 from pytree_ckpt.format import paths, wire
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.paths import Path
@@ -57,6 +58,17 @@ class Leaf:
     value: Value | None
     name: str | None
     per_process: bool
+
+    @property
+    def array(self) -> ArraySpec:
+        """The spec of a leaf that is an array.
+
+        Raises:
+            CheckpointError: It is none.
+        """
+        if self.spec is None:
+            raise CheckpointError(f"{self.text} is not an array")
+        return self.spec
 
     def __str__(self) -> str:
         return f"{self.text or '(root)'}  {self.describe()}"

@@ -76,19 +76,19 @@ def export_npz(
         with written_whole([path], overwrite=overwrite) as (made,):
             with zipfile.ZipFile(made, "x") as archive:
                 for leaf, name in zip(arrays, names, strict=True):
-                    if leaf.spec is not None:
-                        with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
-                            _write_npy(out, leaf, leaf.spec, checkpoint)
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
+                        _write_npy(out, leaf, checkpoint)
             with made.open("rb") as done:
                 os.fsync(done.fileno())
     return ExportReport(
         files=(str(path),),
-        nbytes=sum(leaf.spec.nbytes for leaf in arrays if leaf.spec is not None),
+        nbytes=sum(leaf.array.nbytes for leaf in arrays),
         left_out=tuple(f"{leaf.text}: a Python value" for leaf in leaves if leaf.spec is None),
     )
 
 
-def _write_npy(out: Any, leaf: Leaf, spec: ArraySpec, checkpoint: Any) -> None:
+def _write_npy(out: Any, leaf: Leaf, checkpoint: Any) -> None:
+    spec = leaf.array
     dtype = dtypes.dtype_of(spec.dtype)
     header = {
         "descr": np.lib.format.dtype_to_descr(dtype),

@@ -107,7 +107,7 @@ def export_safetensors(
     lost = [f"{leaf.text}: a Python value" for leaf in leaves if leaf.spec is None]
     return ExportReport(
         files=tuple(map(str, files)),
-        nbytes=sum(leaf.spec.nbytes for leaf in arrays if leaf.spec is not None),
+        nbytes=sum(leaf.array.nbytes for leaf in arrays),
         left_out=() if naming.TREE_KEY in header else tuple(lost),
     )
 
@@ -117,7 +117,7 @@ def _groups(names: Mapping[Leaf, str], most: int) -> list[list[tuple[str, Leaf]]
     groups: list[list[tuple[str, Leaf]]] = [[]]
     used = 0
     for leaf, name in names.items():
-        nbytes = leaf.spec.nbytes if leaf.spec is not None else 0
+        nbytes = leaf.array.nbytes
         if groups[-1] and used + nbytes > most:
             groups.append([])
             used = 0
@@ -130,7 +130,7 @@ def _index(groups: Sequence[Sequence[tuple[str, Leaf]]], files: Sequence[Path]) 
     weight_map = {
         name: file.name for file, group in zip(files, groups, strict=False) for name, _ in group
     }
-    total = sum(leaf.spec.nbytes for group in groups for _, leaf in group if leaf.spec is not None)
+    total = sum(leaf.array.nbytes for group in groups for _, leaf in group)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -141,19 +141,16 @@ def _write_file(
     """One file, durable but for its name."""
 
     def rank(item: tuple[str, Leaf]) -> tuple[int, bytes]:
-        spec = item[1].spec
-        code = CODES[spec.dtype] if spec is not None else ""
-        return -WIDEST_LAST.index(code), item[0].encode()
+        return -WIDEST_LAST.index(CODES[item[1].array.dtype]), item[0].encode()
 
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     at = 0
     ordered = sorted(group, key=rank)
     for name, leaf in ordered:
-        if leaf.spec is not None:
-            shape, stop = list(leaf.spec.shape), at + leaf.spec.nbytes
-            code = CODES[leaf.spec.dtype]
-            header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
-            at = stop
+        shape, stop = list(leaf.array.shape), at + leaf.array.nbytes
+        code = CODES[leaf.array.dtype]
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
+        at = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_JSON_NBYTES:
@@ -163,8 +160,8 @@ def _write_file(
         os.write(fd, len(text).to_bytes(8, "little") + text)
         os.ftruncate(fd, 8 + len(text) + at)
         for name, leaf in ordered:
-            spec = leaf.spec
-            if spec is None or spec.storage == "empty":
+            spec = leaf.array
+            if spec.storage == "empty":
                 continue
             start = 8 + len(text) + header[name]["data_offsets"][0]
             for box in spec.shards.boxes():

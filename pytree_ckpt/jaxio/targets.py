@@ -203,7 +203,7 @@ def open_sharding(
         text = f"saved as {saved} of {len(saved.mesh.device_ids)} devices, "
         return None, None, [_no_devices(leaf, f"{text}there are {jax.device_count()} here")]
     if isinstance(saved, Single):
-        if leaf.spec is not None and not leaf.spec.committed:
+        if not leaf.array.committed:
             return None, None, []
         devices = {device.id: device for device in jax.local_devices()}
         device = devices.get(saved.device_id, jax.local_devices()[0])
@@ -222,9 +222,7 @@ def _on_mesh(
 ) -> tuple[Any, Sharding | None, list[Mismatch]]:
     try:
         sharding = shardings.named(mesh, saved)
-        if leaf.spec is None:
-            return sharding, None, []
-        return sharding, shardings.describe(sharding, leaf.spec.logical_shape), []
+        return sharding, shardings.describe(sharding, leaf.array.logical_shape), []
     except ValueError as error:
         text = f"saved as {saved}, which cannot be laid out here: {error}"
         return None, None, [_no_devices(leaf, text)]

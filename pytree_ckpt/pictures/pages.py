@@ -7,7 +7,6 @@ from typing import Any
 
 from pytree_ckpt.errors import Damage
 from pytree_ckpt.format import values
-from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.shardings import Sharding
 from pytree_ckpt.format.values import count_text
@@ -126,17 +125,21 @@ def _label(branch: Branch, most: int) -> str:
 
 
 def _layouts(manifest: Manifest) -> Iterator[Html]:
-    groups: dict[Sharding | None, list[tuple[Leaf, ArraySpec]]] = {}
+    groups: dict[Sharding | None, list[Leaf]] = {}
     for leaf in manifest.leaves:
         if leaf.spec is not None:
-            groups.setdefault(leaf.spec.sharding, []).append((leaf, leaf.spec))
-    order = sorted(groups.items(), key=lambda item: -sum(spec.nbytes for _, spec in item[1]))
+            groups.setdefault(leaf.spec.sharding, []).append(leaf)
+    order = sorted(groups.items(), key=lambda item: -_nbytes(item[1]))
     for number, (sharding, members) in enumerate(order[:MAX_LAYOUTS]):
-        nbytes = sum(spec.nbytes for _, spec in members)
+        nbytes = _nbytes(members)
         about = f" {count_text(len(members), 'leaf', 'leaves')}, {size_text(nbytes)}"
         head = tag("code", str(sharding or "host arrays")), tag("span", about, class_="pc-dim")
         yield _details(head, *_layout(members), is_open=number == 0)
     yield from _left_out(len(order) - MAX_LAYOUTS, "layout")
+
+
+def _nbytes(leaves: Iterable[Leaf]) -> int:
+    return sum(leaf.array.nbytes for leaf in leaves)
 
 
 def _details(head: Iterable[Content], *content: Content, is_open: bool) -> Html:
@@ -144,10 +147,10 @@ def _details(head: Iterable[Content], *content: Content, is_open: bool) -> Html:
     return tag("details", tag("summary", *head), *content, **opened)
 
 
-def _layout(members: Sequence[tuple[Leaf, ArraySpec]]) -> Iterator[Html]:
+def _layout(members: Sequence[Leaf]) -> Iterator[Html]:
     """The picture of the largest leaf; that of the others differs in numbers only."""
-    leaf, spec = max(members, key=lambda member: member[1].nbytes)
-    layout = layout_of(spec)
+    leaf = max(members, key=lambda member: member.array.nbytes)
+    layout = layout_of(leaf.array)
     yield tag("p", tag("code", leaf.text or "(root)"), f": {layout.words}")
     if layout.slices:
         yield tag(
@@ -157,7 +160,7 @@ def _layout(members: Sequence[tuple[Leaf, ArraySpec]]) -> Iterator[Html]:
         )
     if layout.note:
         yield tag("p", layout.note, class_="pc-dim")
-    others = [other.text for other, _ in members if other is not leaf]
+    others = [other.text for other in members if other is not leaf]
     if others:
         shown = ", ".join(others[:MAX_ROWS]) + (", …" if len(others) > MAX_ROWS else "")
         head = tag("summary", f"and {count_text(len(others), 'other leaf', 'other leaves')}")

@@ -190,9 +190,8 @@ def _per_process(leaf: Leaf, saved: int, wanted: int) -> Mismatch:
 
 def _sharding_like(like: Manifest, leaf: Leaf, wrong: list[Mismatch]) -> Sharding | None:
     """The sharding that the leaf of the same path and shape has in another checkpoint."""
-    other = like.by_text.get(leaf.text)
-    spec = leaf.spec
-    if other is None or other.spec is None or spec is None:
+    other, spec = like.by_text.get(leaf.text), leaf.array
+    if other is None or other.spec is None:
         text = "sharding: the checkpoint whose layout is wanted has no such array"
     elif other.spec.shape != spec.shape or (other.spec.kind == "key") != (spec.kind == "key"):
         text = f"shape: saved {leaf.describe()}, in the checkpoint whose layout is wanted "
@@ -226,13 +225,12 @@ class _Casts:
 
     def of(self, leaf: Leaf) -> str:
         """The dtype to store a leaf in."""
-        spec = leaf.spec
-        saved = spec.dtype if spec is not None else ""
+        spec, saved = leaf.array, leaf.array.dtype
         for pattern, name in self._rules:
             if pattern.match(leaf.text) is None:
                 continue
             same_kind = dtypes.kind_of(name) == dtypes.kind_of(saved)
-            if spec is not None and spec.kind != "key" and (same_kind or not pattern.wildcards):
+            if spec.kind != "key" and (same_kind or not pattern.wildcards):
                 self._unused.pop(pattern.text, None)
                 if dtypes.kind_of(saved) == "complex" != dtypes.kind_of(name):
                     self._refuse(leaf.text, f"{saved} to {name} would drop imaginary parts")
@@ -264,12 +262,8 @@ def _planned(
     processes: int,
     process_count: int,
 ) -> ConvertPlan:
-    source_of = {code: leaf.spec for leaf, code in zip(leaves, codes, strict=True) if code >= 0}
-    fitted = [
-        _fit(source, form, codec)
-        for form, source in ((forms[c], source_of[c]) for c in range(len(forms)))
-        if source is not None
-    ]
+    source_of = {code: leaf.array for leaf, code in zip(leaves, codes, strict=True) if code >= 0}
+    fitted = [_fit(source_of[code], form, codec) for code, form in enumerate(forms)]
     specs = tuple(cut.spec for cut in fitted)
     moves: dict[str, list[_Batch]] = {"array": [], "packed": []}
     for at, code in enumerate(codes):

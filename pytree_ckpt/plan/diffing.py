@@ -78,7 +78,10 @@ class Pair:
 
     a: Leaf
     b: Leaf
-    specs: tuple[ArraySpec, ArraySpec]
+
+    @property
+    def specs(self) -> tuple[ArraySpec, ArraySpec]:
+        return self.a.array, self.b.array
 
     @property
     def has_same_chunks(self) -> bool:
@@ -99,7 +102,7 @@ def compare_manifests(a: Manifest, b: Manifest) -> tuple[list[Difference], list[
             continue
         differences += _compare_leaves(leaf, other)
         if leaf.spec and other.spec and _comparable(leaf.spec, other.spec):
-            pairs.append(Pair(a=leaf, b=other, specs=(leaf.spec, other.spec)))
+            pairs.append(Pair(a=leaf, b=other))
     differences += [
         _difference(text, "added", None, leaf.describe())
         for text, leaf in b.by_text.items()

@@ -103,17 +103,16 @@ class Shardings:
 
     def of(self, leaf: Leaf) -> Sharding | None:
         """The sharding of a leaf, None for a host array."""
-        saved = None if leaf.spec is None else leaf.spec.sharding
+        saved = leaf.array.sharding
         found = self._wanted(leaf, saved)
         if isinstance(found, str):
             self._refuse(leaf.text, found)
             return saved
-        if found is not None and leaf.spec is not None:
-            try:
-                cell_of(found, leaf.spec.shape)
-            except ValueError as error:
-                self._refuse(leaf.text, f"cannot be laid out as {found}: {error}")
-                return saved
+        try:
+            cell_of(found, leaf.array.shape)
+        except ValueError as error:
+            self._refuse(leaf.text, f"cannot be laid out as {found}: {error}")
+            return saved
         return found
 
     def _wanted(self, leaf: Leaf, saved: Sharding | None) -> Sharding | str | None:
@@ -124,10 +123,9 @@ class Shardings:
             mesh = self._mesh or (self._saved[0] if len(self._saved) == 1 else None)
             if mesh is None:
                 return f"a spec needs a mesh, and the checkpoint has {len(self._saved)}"
-            if leaf.spec is not None and len(spec) > len(leaf.spec.logical_shape):
-                return (
-                    f"a spec of {len(spec)} entries for {len(leaf.spec.logical_shape)} dimensions"
-                )
+            ndim = len(leaf.array.logical_shape)
+            if len(spec) > ndim:
+                return f"a spec of {len(spec)} entries for {ndim} dimensions"
             return _named(mesh, spec, kind)
         if self._mesh is None or saved is None:
             return saved

@@ -85,12 +85,11 @@ class ChunkCheck:
             text=text,
             chunk=position_of(read, leaf),
             box=tuple(zip(read.box.start, read.box.stop, strict=True)),
-            devices=() if leaf.spec is None else leaf.spec.devices_of(read.box),
+            devices=leaf.array.devices_of(read.box),
         )
         return IntegrityError([damage])
 
 
 def position_of(read: ChunkRead, leaf: Leaf) -> tuple[int, ...]:
     """Position of a chunk in the grid of all chunks of its array."""
-    cell = leaf.spec.chunk_shape if leaf.spec is not None else ()
-    return tuple(a // c for a, c in zip(read.box.start, cell, strict=True))
+    return tuple(a // c for a, c in zip(read.box.start, leaf.array.chunk_shape, strict=True))

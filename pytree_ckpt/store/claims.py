@@ -42,13 +42,11 @@ def check_unit(
     stored: dict[str, int] = {}
     most_per_stored, packed = 1, False
     for part, shards in _shards_by_part(unit).items():
-        leaf = parts[part]
-        if leaf.spec is None:
-            continue
-        most_per_stored = max(most_per_stored, _MOST_PER_STORED[leaf.spec.codec])
-        packed |= leaf.spec.storage == "packed"
+        leaf, spec = parts[part], parts[part].array
+        most_per_stored = max(most_per_stored, _MOST_PER_STORED[spec.codec])
+        packed |= spec.storage == "packed"
         if leaf.name is not None:
-            folder, grid = contents.array_folder(data, leaf.name), leaf.spec.shards
+            folder, grid = contents.array_folder(data, leaf.name), spec.shards
             stored |= _sizes(folder / zarr.shard_file(grid.position(shard)) for shard in shards)
     if packed:
         folders = [contents.packed_folder(data, table.process) for table in tables]

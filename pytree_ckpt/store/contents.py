@@ -134,11 +134,10 @@ def missing_files(data_folder: Location, manifest: Manifest, size_of: SizeOf) ->
         if packed and not wrong:
             damage += _missing_pieces(data_folder, manifest, process, size_of, is_raw=is_raw)
     for leaf in manifest.leaves:
-        if leaf.spec is None or leaf.name is None:
+        if leaf.name is None:
             continue
-        spec, grid = leaf.spec, leaf.spec.shards
+        grid, nbytes = leaf.array.shards, shard_nbytes(leaf.array)
         folder = array_folder(data_folder, leaf.name)
-        nbytes = shard_nbytes(spec)
         for shard in range(grid.size):
             file = folder / zarr.shard_file(grid.position(shard))
             damage += _wrong_size(file, nbytes, leaf.text, size_of)
@@ -199,10 +198,10 @@ def wrong_metadata(data_folder: Location, manifest: Manifest) -> list[Damage]:
     """
     damage: list[Damage] = []
     for leaf in manifest.leaves:
-        if leaf.spec is None or leaf.name is None:
+        if leaf.name is None:
             continue
         file = array_folder(data_folder, leaf.name) / "zarr.json"
-        expected = zarr.to_json(zarr.array_metadata(leaf.spec))
+        expected = zarr.to_json(zarr.array_metadata(leaf.array))
         try:
             if file.read_file(max_nbytes=len(expected)) == expected:
                 continue

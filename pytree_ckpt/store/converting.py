@@ -53,12 +53,10 @@ class ConvertedViews:
         boxes: dict[int, list[Box]] = {}
         for leaf, shard in rows:
             boxes.setdefault(leaf, []).append(self._plan.spec(leaf).shards.box(shard))
-        requests = []
+        leaves, requests = list(boxes), []
         for leaf, wanted in boxes.items():
             source = self._plan.leaves[leaf]
-            if source.spec is not None:
-                requests.append(Request(parts=(source,), plan=plan_reads(source.spec, wanted)))
-        leaves = list(boxes)
+            requests.append(Request(parts=(source,), plan=plan_reads(source.array, wanted)))
         found = {}
         for group in self._reader.read(requests):
             for part in group:
@@ -69,7 +67,7 @@ class ConvertedViews:
     def _cast(self, leaf: int, buffer: Array) -> Array:
         name = self._plan.spec(leaf).dtype
         source = self._plan.leaves[leaf]
-        if source.spec is None or source.spec.dtype == name:
+        if source.array.dtype == name:
             return buffer
         try:
             return casting.cast(buffer, name)

@@ -111,8 +111,8 @@ def _files(manifest: Manifest, tables: Sequence[Table]) -> Iterator[_File]:
                 nbytes=_most(packed.shard_nbytes, packed.chunks_per_file),
             )
     for leaf in manifest.leaves:
-        spec = leaf.spec
-        if spec is not None and leaf.name is not None:
+        if leaf.name is not None:
+            spec = leaf.array
             yield from _array(
                 partial(contents.array_folder, name=leaf.name),
                 zarr.to_json(zarr.array_metadata(spec)),

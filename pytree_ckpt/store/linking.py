@@ -62,9 +62,9 @@ class Base:
     def twin(self, number: int, spec: ArraySpec) -> Leaf | None:
         """The leaf at the path of a new one, if its shards are cut and stored as `spec` says."""
         leaf = self._leaves.get(self._texts[number])
-        if leaf is None or leaf.name is None or leaf.spec is None:
+        if leaf is None or leaf.name is None:
             return None
-        return leaf if _stored_as(leaf.spec) == _stored_as(spec) else None
+        return leaf if _stored_as(leaf.array) == _stored_as(spec) else None
 
     def link(
         self, twin: Leaf, shard: int, source: npt.NDArray[Any], digests: bytes, folder: Location
@@ -75,15 +75,15 @@ class Base:
         False if the elements differ, the file is damaged, or the file system refuses: the shard
         must then be written.
         """
-        spec = twin.spec
-        if spec is None or self._index.entry(twin.index, shard, spec).digests != digests:
+        spec = twin.array
+        if self._index.entry(twin.index, shard, spec).digests != digests:
             return False
         name = zarr.shard_file(spec.shards.position(shard))
         base = contents.array_folder(self._data, twin.name or "")
         file = base / name
         try:
             contents.refuse_link(base, twin.text)
-            if not self._holds(twin, spec, shard, source, file):
+            if not self._holds(twin, shard, source, file):
                 return False
             os.link(str(file), str(folder / name), follow_symlinks=False)
         except (OSError, UnreadableError, IntegrityError):
@@ -91,11 +91,9 @@ class Base:
             return False
         return True
 
-    def _holds(
-        self, twin: Leaf, spec: ArraySpec, shard: int, source: npt.NDArray[Any], file: Location
-    ) -> bool:
+    def _holds(self, twin: Leaf, shard: int, source: npt.NDArray[Any], file: Location) -> bool:
         """Whether a file is as a save leaves it, and reads as `source`, bit by bit."""
-        found = os.lstat(str(file))
+        spec, found = twin.array, os.lstat(str(file))
         if not stat.S_ISREG(found.st_mode) or contents.shard_nbytes(spec) not in (
             None,
             found.st_size,

@@ -269,10 +269,10 @@ class CheckpointReader:
         return store
 
     def _odd_in_array(self, leaf: Leaf) -> list[Damage]:
-        if leaf.spec is None or leaf.name is None:
+        if leaf.name is None:
             return []
         folder = contents.array_folder(self._data, leaf.name)
-        return contents.check_folder(folder, leaf.spec.shards.counts, leaf.text)
+        return contents.check_folder(folder, leaf.array.shards.counts, leaf.text)
 
 
 def _each(groups: Iterator[Group]) -> Iterator[Group]:

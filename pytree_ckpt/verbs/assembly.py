@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pytree_ckpt.errors import CheckpointError, Mismatch, MismatchError
+from pytree_ckpt.errors import Mismatch, MismatchError
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, whole
@@ -121,7 +121,7 @@ class Assembly:
         key = (source.is_stack, *(id(part.spec) for part in source.parts), id(pending.layout))
         plan = self._plan_of.get(key)
         if plan is None:
-            parts = [_spec_of(part) for part in source.parts]
+            parts = [part.array for part in source.parts]
             if source.is_stack:
                 plan = plan_stacked_reads(pending.spec, parts, wanted.boxes)
             else:
@@ -145,7 +145,7 @@ class Assembly:
             wanters += wanted.wanters
         self._goes_to.append(goes_to)
         self.wanters.append(tuple(wanters))
-        return Request(parts=(stored,), plan=plan_reads(_spec_of(stored), boxes))
+        return Request(parts=(stored,), plan=plan_reads(stored.array, boxes))
 
     def _wanted(self, pending: _Pending) -> _Wanted:
         """The boxes of an array that are to be read."""
@@ -164,7 +164,7 @@ class Assembly:
         return self._wanted_of[mark]
 
     def _begin(self, item: Item) -> _Pending:
-        spec, layout = _spec_of(item.leaf), None
+        spec, layout = item.leaf.array, None
         if item.on_device and item.sharding is not None:
             mark = (item.sharding, spec.shape)
             layout = self._layout_of.get(mark)
@@ -191,7 +191,7 @@ class Assembly:
         placed: list[jax.Array] = []
         for filled in group:
             pending, box = self._goes_to[filled.request][filled.box]
-            buffer = _as_wanted(pending.item, filled.buffer)
+            buffer = _as_wanted(pending, filled.buffer)
             pending.left -= 1
             if pending.by_shard and pending.layout is not None:
                 for at, place in pending.layout.holders(box):
@@ -264,25 +264,20 @@ class Assembly:
         return self._results
 
 
-def _spec_of(leaf: Leaf) -> ArraySpec:
-    if leaf.spec is None:
-        raise CheckpointError(f"{leaf.text} is not an array")
-    return leaf.spec
-
-
 def _from_boxes(pending: _Pending, layout: placing.Layout) -> jax.Array:
     return placing.from_boxes(pending.spec.shape, pending.item.sharding, layout, pending.boxes)
 
 
-def _as_wanted(item: Item, buffer: Array) -> Array:
+def _as_wanted(pending: _Pending, buffer: Array) -> Array:
     """The elements in the wanted dtype; a numpy leaf gets memory of its own."""
-    want, spec = item.target.want, item.leaf.spec
+    item, spec = pending.item, pending.spec
+    want = item.target.want
     if item.source.index is not None:
         buffer = buffer.reshape(buffer.shape[1:])
-    if spec is not None and not compare.is_same_bytes(spec, want):
+    if not compare.is_same_bytes(spec, want):
         with _named(item):
             return casting.cast(buffer, want.dtype or spec.dtype)
-    if not item.on_device and spec is not None and spec.storage == "packed":
+    if not item.on_device and spec.storage == "packed":
         return buffer.copy()
     return buffer
 

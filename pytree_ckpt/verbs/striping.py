@@ -17,13 +17,12 @@ import numpy as np
 from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, Damage, IntegrityError, Mismatch, MismatchError
 from pytree_ckpt.format import dtypes
-from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.jaxio import processes
 from pytree_ckpt.jaxio.coordination import Session
 from pytree_ckpt.jaxio.spreading import Spreader
 from pytree_ckpt.options import LoadOptions
 from pytree_ckpt.plan import striping
-from pytree_ckpt.plan.loading import ChunkRead, plan_chunks
+from pytree_ckpt.plan.loading import plan_chunks
 from pytree_ckpt.plan.striping import Job, Piece, Round, Wants
 from pytree_ckpt.store.arrays import aligned_empty
 from pytree_ckpt.store.reading import CheckpointReader
@@ -86,7 +85,7 @@ class StripedReader:
         for number, request in enumerate(self._requests):
             for unit in request.plan.units:
                 for read in unit.reads:
-                    if _spec_of(request, read).storage == "array":
+                    if request.parts[read.part].array.storage == "array":
                         yield Job(reads=((number, read),), is_packed=False)
 
     @property
@@ -173,9 +172,9 @@ class StripedReader:
         asked = []
         for of_leaf in numbers:
             number, read = reads[of_leaf[0]]
-            spec = _spec_of(self._requests[number], read)
-            plan = plan_chunks(spec, [reads[at][1] for at in of_leaf])
-            asked.append(Request(parts=(self._requests[number].parts[read.part],), plan=plan))
+            leaf = self._requests[number].parts[read.part]
+            plan = plan_chunks(leaf.array, [reads[at][1] for at in of_leaf])
+            asked.append(Request(parts=(leaf,), plan=plan))
         try:
             for group in self._reader.read(asked):
                 for filled in group:
@@ -283,14 +282,6 @@ def _part(array: Array, place: tuple[slice, ...]) -> Array:
 
 def _filled(request: int, box: int, buffer: Array) -> Filled:
     return Filled(request=request, box=box, buffer=buffer)
-
-
-def _spec_of(request: Request, read: ChunkRead) -> ArraySpec:
-    """The stored array that a chunk is of."""
-    leaf = request.parts[read.part]
-    if leaf.spec is None:
-        raise CheckpointError(f"{leaf.text} is not an array")
-    return leaf.spec
 
 
 def _from_wire(told: dict[str, Any]) -> Damage:
