@@ -259,3 +259,80 @@ def test_a_shape_that_orbax_cannot_have_written_is_refused(
     with pytest.raises((pc.CheckpointError, OSError)):
         pc.import_orbax(path, tmp_path / "b")
     assert not (tmp_path / "b/manifest.msgpack").exists()
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def sharding_of(**changed: Any) -> Callable[[Path], None]:
+    named = {"sharding_type": "NamedSharding", "shape": [2], "axis_names": ["x"]}
+
+    def act(path: Path) -> None:
+        text = json.dumps({**named, "partition_spec": ["x"], **changed})
+        (path / "_sharding").write_text(json.dumps({base64.b64encode(b"w").decode(): text}))
+        edited(path / "_METADATA", lambda c: of_leaf(c, "w").update(value_type="jax.Array"))
+
+    return act
+
+
+def of_leaf(content: dict[str, Any], name: str) -> Any:
+    (found,) = (
+        item["value_metadata"]
+        for item in content["tree_metadata"].values()
+        if item["key_metadata"][0]["key"] == name
+    )
+    return found
+
+
+def key_of(key: Any, key_type: int) -> Callable[[Path], None]:
+    def act(content: dict[str, Any]) -> None:
+        item = next(iter(content["tree_metadata"].values()))
+        item["key_metadata"] = [{"key": key, "key_type": key_type}]
+
+    return lambda path: edited(path / "_METADATA", act)
+
+
+def zarray(**changed: Any) -> Callable[[Path], None]:
+    return lambda path: edited(path / "w" / ".zarray", lambda content: content.update(changed))
+
+
+CLAIMS_OF_ORBAX: dict[str, Callable[[Path], None]] = {
+    "a mesh of more devices than memory lists": sharding_of(shape=[1 << 40]),
+    "an infinite mesh": sharding_of(shape=[float("inf")]),
+    "an infinite device": sharding_of(device_mesh={"mesh": [{"id": float("inf")}, {"id": 1}]}),
+    "an infinite index": key_of(float("inf"), 1),
+    "a key that is no unicode": key_of("\ud800", 2),
+    "a key that ends a name": key_of("a\0b", 2),
+    "a compressor that is none": zarray(compressor={"id": "bogus"}),
+    "a filter": zarray(filters=[{"id": "delta", "dtype": "<f8"}]),
+    "a fill value that is none": zarray(fill_value="bogus"),
+    "an order that is none": zarray(order="Z"),
+}
+
+
+@pytest.mark.parametrize("kind", CLAIMS_OF_ORBAX)
+def test_what_orbax_cannot_have_written_is_bad_format(tmp_path: Path, kind: str) -> None:
+    path = orbax(tmp_path / "orbax", use_ocdbt=False, use_zarr3=False)
+    CLAIMS_OF_ORBAX[kind](path)
+    with pytest.raises(pc.FormatError):
+        pc.import_orbax(path, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_keys_whose_data_no_key_has_are_refused_by_the_load(tmp_path: Path) -> None:
+    """The shape of the data is known to JAX alone, which an import does without."""
+    pc.save(tmp_path / "a", {"k": jax.random.key(1)})
+    file = tmp_path / "w.safetensors"
+    pc.export_safetensors(tmp_path / "a", file)
+    wider = file.read_bytes().replace(
+        b'"shape":[2],"data_offsets":[0,8]', b'"shape":[3],"data_offsets":[0,12]'
+    )
+    length = struct.unpack("<Q", wider[:8])[0]
+    text = wider[8 : wider.index(b"}}") + 2].ljust(length)
+    file.write_bytes(header_of(text) + bytes(12))
+    pc.import_safetensors(file, tmp_path / "b")
+    with pytest.raises(pc.MismatchError, match=r"a key of 'threefry2x32' has data of \(2,\)"):
+        pc.load(tmp_path / "b")

@@ -6,9 +6,13 @@ mesh axes in its entry of the partition spec, the first axis being the slowest.
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pytree_ckpt.format.boxes import Box, Grid, Shape
+
+MAX_DEVICES = 1 << 20
+"""Most devices of a mesh that is made of its sizes alone."""
 
 SpecEntry = tuple[str, ...]
 Spec = tuple[SpecEntry, ...]
@@ -34,6 +38,18 @@ class Mesh:
             raise ValueError(f"{len(self.device_ids)} devices in a mesh of {self.axis_sizes}")
         if len(set(self.device_ids)) != len(self.device_ids):
             raise ValueError("a mesh has a device twice")
+
+    @staticmethod
+    def first_ids(sizes: Sequence[int]) -> tuple[int, ...]:
+        """Ids for the devices of a mesh of which only the sizes are known.
+
+        Raises:
+            ValueError: They are more than any machine has, and each would be listed.
+        """
+        count = math.prod(sizes)
+        if count > MAX_DEVICES:
+            raise ValueError(f"a mesh of {count} devices, more than {MAX_DEVICES}")
+        return tuple(range(count))
 
     def size_of(self, axes: SpecEntry) -> int:
         sizes = dict(zip(self.axis_names, self.axis_sizes, strict=True))

@@ -132,7 +132,8 @@ class _Import:
 
     def _describe(self, entry: Entry) -> ZarrArray:
         """The array of a leaf, by its own metadata file."""
-        if not self._item.is_ocdbt and {"", ".", ".."} & set(entry.name.split("/")):
+        parts = set(entry.name.split("/"))
+        if not self._item.is_ocdbt and ({"", ".", ".."} & parts or "\0" in entry.name):
             raise FormatError(f"{self._item.folder} has a leaf named {entry.name!r}")
         name = ".zarray" if self._item.zarr_format == 2 else "zarr.json"
         what = f"{self._item.folder}: {to_text(entry.path)}"

@@ -6,7 +6,6 @@ Zarr 2 or 3, each in a folder of its own or all of them in one OCDBT database.
 """
 
 import base64
-import binascii
 import math
 import os
 import re
@@ -85,7 +84,10 @@ def find_item(path: Path, item: str | None) -> Path:
     Raises:
         NotFoundError: There is none, more than one, or orbax has not committed it.
         FormatError: There is a link below it.
+        ValueError: The item is no str.
     """
+    if item is not None and not isinstance(item, str):
+        raise ValueError(f"item must be a str such as 'state', not {item!r}")
     if UNFINISHED in path.name:
         raise NotFoundError(f"{path} is a save that orbax did not finish")
     folder = path if item is None else path / item
@@ -139,7 +141,7 @@ def read_item(folder: Path) -> Item:
             strings=strings,
             metadata=found.get("custom_metadata"),
         )
-    except (ValueError, TypeError, KeyError, AttributeError, binascii.Error) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise FormatError(f"{what}, or a file beside it, is not valid: {error!r}") from None
 
 
@@ -161,6 +163,7 @@ def _key(item: Mapping[str, Any]) -> Key:
         return Key("list", int(key))
     if kind != _DICT or not isinstance(key, str):
         raise ValueError(f"a key of type {kind!r}: {key!r}")
+    key.encode()  # JSON can write what is no unicode, and a file system cannot
     return Key("str", key)
 
 
@@ -186,12 +189,13 @@ def _sharding(found: Mapping[str, Any]) -> Sharding | None:
     mesh = (found.get("device_mesh") or {}).get("mesh")
     ids = [int(device["id"]) for device in np.asarray(mesh, object).flat] if mesh else []
     types = [str(t).rpartition(".")[2] for t in found.get("axis_types") or ["Auto"] * len(names)]
+    extents = tuple(map(int, sizes))
     return Named(
         mesh=Mesh(
             axis_names=tuple(map(str, names)),
-            axis_sizes=tuple(map(int, sizes)),
+            axis_sizes=extents,
             axis_types=tuple(types),
-            device_ids=tuple(ids) or tuple(range(math.prod(map(int, sizes)))),
+            device_ids=tuple(ids) or Mesh.first_ids(extents),
         ),
         spec=tuple(
             () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -45,6 +45,13 @@ def _dtype_of_impl(impl: str) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype
 
 
+@functools.cache
+def data_shape(impl: str) -> tuple[int, ...]:
+    """The dimensions of the data of one key of an implementation that JAX has."""
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+    return tuple(data.shape)
+
+
 def data_of(keys: jax.Array) -> jax.Array:
     """The key data: `uint32`, with the dimensions of one key at the end."""
     data: jax.Array = jax.random.key_data(keys)

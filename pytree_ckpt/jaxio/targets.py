@@ -177,10 +177,19 @@ def check_width(leaf: Leaf, want: Want) -> list[Mismatch]:
 
 
 def check_impl(leaf: Leaf, want: Want) -> list[Mismatch]:
-    """Keys of an implementation that is not registered in this process."""
-    if want.kind != "key" or want.key_impl is None or keys.has_impl(want.key_impl):
+    """Keys of an implementation that is not registered in this process, or is another one here."""
+    spec = leaf.spec
+    if want.kind != "key" or want.key_impl is None:
         return []
-    text = f"key impl: JAX has no {want.key_impl!r} here; register it before the load"
+    if not keys.has_impl(want.key_impl):
+        text = f"key impl: JAX has no {want.key_impl!r} here; register it before the load"
+    elif spec is None or spec.key_impl != want.key_impl:
+        return []  # which is compared elsewhere
+    else:
+        saved, needed = spec.shape[len(spec.logical_shape) :], keys.data_shape(want.key_impl)
+        if saved == needed:
+            return []
+        text = f"key impl: a key of {want.key_impl!r} has data of {needed} here, saved {saved}"
     return [Mismatch(path=leaf.text, kind="key impl", text=text, saved=want.key_impl)]
 
 
