@@ -1,9 +1,12 @@
 """Settings of a save and of a load, with their invariants."""
 
+import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
+
+import numpy as np
 
 MIB = 1 << 20
 
@@ -86,6 +89,7 @@ class LoadOptions:
     striped: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(striped=self.striped)
         _check_bounds(self)
 
 
@@ -105,14 +109,31 @@ def given_or_default(options: object, kind: type[_Options]) -> _Options:
     return options
 
 
-def check_count(name: str, value: object) -> None:
-    """Refuse a setting that is no int of at least 1.
+MAX_PROCESSES = 99_999
+"""The name of a table has five digits."""
+
+
+def check_count(name: str, value: object, *, most: float = math.inf) -> None:
+    """Refuse a setting that is no int from 1 to `most`.
 
     Raises:
         ValueError: With the name and the value.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{name} must be an int of at least 1, not {value!r}")
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_int or not 1 <= value <= most:  # type: ignore[operator]
+        limits = "of at least 1" if most == math.inf else f"from 1 to {most}"
+        raise ValueError(f"{name} must be an int {limits}, not {value!r}")
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse settings that are neither True nor False: the text "no" would count as True.
+
+    Raises:
+        ValueError: With the name and the value.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
 def check_seconds(name: str, value: object) -> None:

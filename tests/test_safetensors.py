@@ -170,6 +170,19 @@ def test_transformers_finds_what_was_exported_last(tmp_path: Path) -> None:
         assert opened.metadata()["format"] == "flax"
 
 
+def test_no_file_is_left_that_leads_to_an_export_before(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        pc.save(tmp_path / name, {"v": np.full(8, value), "w": np.full(8, value)})
+    file, index = (tmp_path / f"w.safetensors{end}" for end in ("", ".index.json"))
+    pc.export_safetensors(tmp_path / "a", file)
+    with pytest.raises(pc.ExistsError):
+        pc.export_safetensors(tmp_path / "b", file, max_file_nbytes=64)
+    pc.export_safetensors(tmp_path / "b", file, max_file_nbytes=64, overwrite=True)
+    assert (file.exists(), index.exists()) == (False, True)
+    pc.export_safetensors(tmp_path / "a", file, overwrite=True)
+    assert (file.exists(), index.exists()) == (True, False)
+
+
 def test_an_export_that_dies_halfway_leaves_no_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +220,27 @@ def test_tied_weights_are_in_the_file_for_each_leaf(tmp_path: Path) -> None:
         base[4:].tobytes(),
     ]
     assert found["embed"] == found["head.kernel"] == ("F32", [16, 8], np.asarray(tied).tobytes())
+
+
+@pytest.mark.parametrize("act", [pc.export_safetensors, pc.export_npz])
+def test_a_name_that_the_format_cannot_have_is_refused(tmp_path: Path, act: Any) -> None:
+    names = ["__metadata__"] if act is pc.export_safetensors else ["a\0b", "é" * 40_000]
+    pc.save(tmp_path / "a", {"good": np.ones(2), **{name: np.ones(2) for name in names}})
+    with pytest.raises(pc.UnsupportedLeafError) as error:
+        act(tmp_path / "a", tmp_path / "w.npz")
+    assert len(error.value.leaves) == len(names)
+    assert not (tmp_path / "w.npz").exists()
+    act(tmp_path / "a", tmp_path / "w.npz", select="good")
+
+
+@pytest.mark.parametrize("act", [pc.export_safetensors, pc.export_npz])
+@pytest.mark.parametrize("select", [["good", "nope"], ["nope"], ""], ids=repr)
+def test_a_pattern_that_selects_nothing_is_refused(tmp_path: Path, act: Any, select: Any) -> None:
+    pc.save(tmp_path / "a", {"good": np.ones(2)})
+    with pytest.raises(pc.MismatchError) as error:
+        act(tmp_path / "a", tmp_path / "w", select=select)
+    assert [item.path for item in error.value.mismatches] == [select if not select else "nope"]
+    assert not (tmp_path / "w").exists()
 
 
 def test_what_the_format_lacks_is_refused_by_name(tmp_path: Path) -> None:

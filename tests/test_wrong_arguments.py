@@ -130,6 +130,26 @@ WRONG: dict[str, Wrong] = {
         ValueError,
         "separator must be a str such as '/', not 3",
     ),
+    "export: max_file_nbytes": (
+        lambda ckpt: pc.export_safetensors(ckpt, "new", max_file_nbytes=0),
+        ValueError,
+        "max_file_nbytes must be an int of at least 1, not 0",
+    ),
+    "export: metadata": (
+        lambda ckpt: pc.export_safetensors(ckpt, "new", metadata={"epoch": _THREE}),
+        ValueError,
+        "metadata must be a dict of str to str without 'pytree_ckpt.tree', not {'epoch': 3}",
+    ),
+    "export: metadata of its own": (
+        lambda ckpt: pc.export_safetensors(ckpt, "new", metadata={"pytree_ckpt.tree": "x"}),
+        ValueError,
+        "metadata must be a dict of str to str without 'pytree_ckpt.tree'",
+    ),
+    "import: item": (
+        lambda ckpt: pc.import_orbax(ckpt, "new", item=_THREE),
+        ValueError,
+        "item must be a str such as 'state', not 3",
+    ),
     "import of nothing": (
         lambda ckpt: pc.import_orbax(ckpt / "nothing", "new"),
         pc.NotFoundError,
@@ -173,12 +193,17 @@ WRONG: dict[str, Wrong] = {
     "convert: workers": (
         lambda ckpt: pc.convert(ckpt, "new", workers=0),
         ValueError,
-        "workers must be an int of at least 1, not 0",
+        "workers must be an int from 1 to 99999, not 0",
     ),
     "convert: process": (
         lambda ckpt: pc.convert(ckpt, "new", process=(3, 2)),
         ValueError,
-        r"process must be \(i, n\) with 0 <= i < n, and workers 1, not \(3, 2\) and 1",
+        r"process must be \(i, n\) with 0 <= i < n <= 99999, and workers 1, not \(3, 2\) and 1",
+    ),
+    "convert: more processes than tables have names": (
+        lambda ckpt: pc.convert(ckpt, "new", process=(0, 100_000)),
+        ValueError,
+        r"process must be \(i, n\) with 0 <= i < n <= 99999",
     ),
     "convert: timeout_s": (
         lambda ckpt: pc.convert(ckpt, "new", timeout_s=-1),
@@ -199,6 +224,16 @@ WRONG: dict[str, Wrong] = {
         lambda _: pc.Layout(mesh={"data": 0}),
         ValueError,
         "mesh axis 'data' must be an int of at least 1, not 0",
+    ),
+    "layout: more devices than there are": (
+        lambda _: pc.Layout(mesh={"data": 1 << 40, "model": 2}),
+        ValueError,
+        "a mesh of 2199023255552 devices, more than 1048576",
+    ),
+    "layout: process_count": (
+        lambda _: pc.Layout(process_count=10**20),
+        ValueError,
+        "process_count must be an int from 1 to 99999, not 100000000000000000000",
     ),
     "layout: specs": (
         lambda _: pc.Layout(specs="data"),
@@ -265,6 +300,72 @@ def test_a_wrong_argument_is_refused_by_name_and_value(case: str, ckpt: Path) ->
     with pytest.raises(error, match=text):
         call(ckpt)
     assert pc.load(ckpt)["step"] == 3, "nothing is overwritten"
+
+
+FLAGS: dict[str, Callable[[Path, Any], Any]] = {
+    "save overwrite": lambda ckpt, no: pc.save(ckpt, {}, overwrite=no),
+    "save_async overwrite": lambda ckpt, no: pc.save_async(ckpt, {}, overwrite=no),
+    "load reshard": lambda ckpt, no: pc.load(ckpt, reshard=no),
+    "load cast": lambda ckpt, no: pc.load(ckpt, cast=no),
+    "load partial": lambda ckpt, no: pc.load(ckpt, {}, partial=no),
+    "load verify": lambda ckpt, no: pc.load(ckpt, verify=no),
+    "open verify": lambda ckpt, no: pc.open(ckpt, verify=no),
+    "verify quick": lambda ckpt, no: pc.verify(ckpt, quick=no),
+    "convert overwrite": lambda ckpt, no: pc.convert(ckpt, ckpt, overwrite=no),
+    "convert dry_run": lambda ckpt, no: pc.convert(ckpt, ckpt, dry_run=no),
+    "export_npz overwrite": lambda ckpt, no: pc.export_npz(ckpt, ckpt.parent / "x", overwrite=no),
+    "export_safetensors overwrite": lambda ckpt, no: pc.export_safetensors(
+        ckpt, ckpt.parent / "x", overwrite=no
+    ),
+    "import overwrite": lambda ckpt, no: pc.import_npz(_npz(ckpt), ckpt, overwrite=no),
+    "options striped": lambda ckpt, no: pc.load(ckpt, options=pc.LoadOptions(striped=no)),
+    "manager background": lambda ckpt, no: pc.CheckpointManager(ckpt.parent, background=no),
+    "manager link_unchanged": lambda ckpt, no: pc.CheckpointManager(ckpt.parent, link_unchanged=no),
+    "manager on_sigterm": lambda ckpt, no: pc.CheckpointManager(ckpt.parent, on_sigterm=no),
+    "manager.save force": lambda ckpt, no: pc.CheckpointManager(ckpt.parent).save(1, {}, force=no),
+    "manager.save overwrite": lambda ckpt, no: pc.CheckpointManager(ckpt.parent).save(
+        1, {}, overwrite=no
+    ),
+    "manager.save skip_if_busy": lambda ckpt, no: pc.CheckpointManager(ckpt.parent).save(
+        1, {}, skip_if_busy=no
+    ),
+    "manager.restore cast": lambda ckpt, no: _manager_of(ckpt).restore(cast=no),
+}
+
+
+def _npz(ckpt: Path) -> Path:
+    np.savez(ckpt.parent / "x.npz", a=np.ones(2))
+    return ckpt.parent / "x.npz"
+
+
+def _manager_of(ckpt: Path) -> pc.CheckpointManager:
+    manager = pc.CheckpointManager(ckpt.parent, background=False)
+    manager.save(1, {"w": 1})
+    return manager
+
+
+@pytest.mark.parametrize("call", FLAGS)
+@pytest.mark.parametrize("value", ["no", 0, None], ids=repr)
+def test_a_flag_is_true_or_false(call: str, value: Any, ckpt: Path) -> None:
+    """The text "no" would count as True."""
+    name = call.split()[1]
+    with pytest.raises(ValueError, match=f"{name} must be True or False, not {value!r}"):
+        FLAGS[call](ckpt, value)
+    assert pc.load(ckpt)["step"] == 3, "nothing is overwritten"
+
+
+def test_a_comparison_of_numpy_is_a_flag(ckpt: Path) -> None:
+    pc.save(ckpt, {"step": 4}, overwrite=np.float64(1) > 0)
+    assert pc.load(ckpt)["step"] == 4
+
+
+@pytest.mark.parametrize("act", [pc.import_npz, pc.import_safetensors])
+def test_a_separator_of_names_is_text(act: Any, ckpt: Path, tmp_path: Path) -> None:
+    of_others = pc.export_safetensors(ckpt, tmp_path / "x.safetensors", select="params/**").files[0]
+    source = of_others if act is pc.import_safetensors else _npz(ckpt)
+    with pytest.raises(ValueError, match="separator must be a str such as '/', not 3"):
+        act(source, tmp_path / "new", separator=_THREE)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("options", [pc.SaveOptions, pc.LoadOptions])

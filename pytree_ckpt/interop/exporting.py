@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytree_ckpt.errors import CheckpointError, ExistsError
-from pytree_ckpt.format.manifest import Leaf
+from pytree_ckpt.errors import ExistsError
 from pytree_ckpt.format.values import count_text
-from pytree_ckpt.plan import patterns
+from pytree_ckpt.options import check_flags
 from pytree_ckpt.store import disk
 
 
@@ -25,23 +24,6 @@ class ExportReport:
     def __str__(self) -> str:
         lines = [f"{self.nbytes} bytes in {count_text(len(self.files), 'file')}", *self.files]
         return "\n".join([*lines, *(f"not carried over: {what}" for what in self.left_out)])
-
-
-def selected(leaves: Sequence[Leaf], select: str | Sequence[str]) -> list[Leaf]:
-    """The leaves that any pattern matches; all, if there is no pattern.
-
-    Raises:
-        CheckpointError: None matches.
-    """
-    wanted = patterns.parse_all(select)
-    found = [
-        leaf
-        for leaf in leaves
-        if not wanted or any(pattern.match(leaf.text) is not None for pattern in wanted.values())
-    ]
-    if not found and leaves:
-        raise CheckpointError(f"no leaf matches {', '.join(wanted)}")
-    return found
 
 
 @contextmanager
@@ -59,6 +41,7 @@ def written_whole(
     Raises:
         ExistsError: One is there and `overwrite` is False.
     """
+    check_flags(overwrite=overwrite)
     there = [file for file in (*files, *replaces) if os.path.lexists(file)]
     if there and not overwrite:
         raise ExistsError(f"{there[0]} exists; pass overwrite=True to replace it")

@@ -13,7 +13,7 @@ from pytree_ckpt.format.manifest import VALUE, Manifest, TableRef, data_dir
 from pytree_ckpt.format.parse import Reader
 from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.format.values import Value
-from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.options import SaveOptions, check_flags
 from pytree_ckpt.plan.saving import ArrayForm, SavePlan, plan_save
 from pytree_ckpt.store.locations import PathLike, locate
 from pytree_ckpt.verbs.origin import completed, versions
@@ -58,6 +58,7 @@ def make_checkpoint(
     """
     from pytree_ckpt.store.writing import Writer
 
+    check_flags(overwrite=overwrite)
     options = dataclasses.replace(options or SaveOptions(), max_inflight_bytes=_INFLIGHT_NBYTES)
     with Reader.errors(source["path"]):
         plan, draft = _planned(tree, leaves, source, metadata, options)

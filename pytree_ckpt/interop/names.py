@@ -1,7 +1,7 @@
 """Flat names for the leaves of a tree, and a tree from flat names."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytree_ckpt.errors import FormatError, UnsupportedLeafError
@@ -22,20 +22,28 @@ _VALUE = 0
 """Code of a Python value; arrays have those of their kinds above it."""
 
 
-def flat_names(leaves: Sequence[Leaf], separator: str) -> list[str]:
+def flat_names(
+    leaves: Sequence[Leaf], separator: str, *, forbids: Callable[[str], str | None]
+) -> list[str]:
     """The keys of each path, joined.
 
+    Args:
+        leaves: All that is to be exported.
+        separator: Between two keys.
+        forbids: Why the format cannot have a name; None for one that it can.
+
     Raises:
-        UnsupportedLeafError: Two leaves would have one name, or one has none; all of them.
+        UnsupportedLeafError: Two leaves would have one name, or one has none, or one that the
+            format cannot have; all of them.
         ValueError: The separator is no str.
 
     Example:
         >>> from types import SimpleNamespace as Leaf
-        >>> flat_names([Leaf(text="a/0", path=(Key("str", "a"), Key("list", 0)))], ".")
+        >>> leaf = Leaf(text="a/0", path=(Key("str", "a"), Key("list", 0)))
+        >>> flat_names([leaf], ".", forbids=lambda name: None)
         ['a.0']
     """
-    if not isinstance(separator, str):
-        raise ValueError(f"separator must be a str such as '/', not {separator!r}")
+    _check_separator(separator)
     names = [separator.join(str(key.value) for key in leaf.path) for leaf in leaves]
     of: dict[str, list[str]] = {}
     for name, leaf in zip(names, leaves, strict=True):
@@ -47,9 +55,15 @@ def flat_names(leaves: Sequence[Leaf], separator: str) -> list[str]:
         for text in texts
     ]
     wrong += [("", "a leaf at the root has no name")] if "" in of else []
+    wrong += [(texts[0], why) for name, texts in of.items() if (why := forbids(name))]
     if wrong:
         raise UnsupportedLeafError(wrong)
     return names
+
+
+def _check_separator(separator: object) -> None:
+    if not isinstance(separator, str):
+        raise ValueError(f"separator must be a str such as '/', not {separator!r}")
 
 
 def refuse(leaves: Sequence[Leaf], lacks: Mapping[str, str]) -> None:
@@ -103,11 +117,14 @@ def tree_of_names(
     Raises:
         FormatError: A name is also the beginning of another, so that it is leaf and container, or
             names nest deeper than a tree.
+        ValueError: The separator is no str.
 
     Example:
         >>> tree_of_names(["b", "a.w"], ".")[0].build([1, 2])
         {'b': 1, 'a': {'w': 2}}
     """
+    if separator is not None:
+        _check_separator(separator)
     paths: dict[Path, str] = {}
     for name in names:
         parts = name.split(separator) if separator else [name]

@@ -21,16 +21,19 @@ from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Shape
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.interop import names as naming
-from pytree_ckpt.interop.exporting import ExportReport, selected, written_whole
+from pytree_ckpt.interop.exporting import ExportReport, written_whole
 from pytree_ckpt.interop.flat_files import open_regular, read_box
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
 from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.plan.selecting import must_select
 from pytree_ckpt.store.locations import PathLike, local_path
 from pytree_ckpt.verbs.checkpoint import open_checkpoint
 
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _HEAD_NBYTES = 1 << 16
 """Largest header of an array."""
+_NAME_NBYTES = 0xFFFF
+"""Largest name of a member of a zip file."""
 _PART_NBYTES = 1 << 20
 _LOCAL_HEADER_NBYTES = 30
 _SLAB_NBYTES = 32 << 20
@@ -61,18 +64,18 @@ def export_npz(
         overwrite: Replace the file.
 
     Raises:
-        UnsupportedLeafError: Dtypes that numpy has not, names that two leaves would have, and
-            values per process: all of them; nothing was written.
-        CheckpointError: No leaf matches `select`.
+        MismatchError: Patterns that match no leaf.
+        UnsupportedLeafError: Dtypes that numpy has not, names that two leaves would have or that a
+            zip file cannot, and values per process: all of them; nothing was written.
         ExistsError: The file is there and `overwrite` is False.
         IntegrityError: A chunk of `src` is damaged.
     """
     path = local_path(dst)
     with open_checkpoint(src) as checkpoint:
-        leaves = selected(checkpoint.manifest.leaves, select)
+        leaves = must_select(checkpoint.manifest.leaves, select)
         naming.refuse(leaves, _LACKS)
         arrays = [leaf for leaf in leaves if leaf.spec is not None]
-        names = naming.flat_names(arrays, separator)
+        names = naming.flat_names(arrays, separator, forbids=_forbidden)
         with written_whole([path], overwrite=overwrite) as (made,):
             with zipfile.ZipFile(made, "x") as archive:
                 for leaf, name in zip(arrays, names, strict=True):
@@ -85,6 +88,15 @@ def export_npz(
         nbytes=sum(leaf.array.nbytes for leaf in arrays),
         left_out=tuple(f"{leaf.text}: a Python value" for leaf in leaves if leaf.spec is None),
     )
+
+
+def _forbidden(name: str) -> str | None:
+    if "\0" in name:
+        return f"would have the name {name!r}, and a zip file ends a name at the NUL"
+    nbytes = len(f"{name}.npy".encode())
+    if nbytes > _NAME_NBYTES:
+        return f"would have a name of {nbytes} bytes, and a zip file has at most {_NAME_NBYTES}"
+    return None
 
 
 def _write_npy(out: Any, leaf: Leaf, checkpoint: Any) -> None:

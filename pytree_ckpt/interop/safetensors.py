@@ -17,21 +17,21 @@ from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.values import Value
 from pytree_ckpt.interop import names as naming
-from pytree_ckpt.interop.exporting import ExportReport, selected, written_whole
+from pytree_ckpt.interop.exporting import ExportReport, written_whole
 from pytree_ckpt.interop.flat_files import open_regular, read_box, write_box
 from pytree_ckpt.interop.json_objects import MAX_JSON_NBYTES
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
 from pytree_ckpt.interop.names import NamedArray
 from pytree_ckpt.interop.safetensors_files import (
     CODES,
-    INDEX_FILE,
-    WHOLE_FILE,
+    METADATA_KEY,
     WIDEST_LAST,
     file_names,
     read_model,
 )
-from pytree_ckpt.options import SaveOptions
+from pytree_ckpt.options import SaveOptions, check_count
 from pytree_ckpt.plan.saving import ArrayForm
+from pytree_ckpt.plan.selecting import must_select
 from pytree_ckpt.store import disk
 from pytree_ckpt.store.locations import PathLike, local_path
 from pytree_ckpt.verbs.checkpoint import open_checkpoint
@@ -70,9 +70,9 @@ def export_safetensors(
         overwrite: Replace files, also those of another number that are there.
 
     Raises:
-        UnsupportedLeafError: Dtypes that the format lacks, names that two leaves would have, and
-            values per process: all of them; nothing was written.
-        CheckpointError: No leaf matches `select`.
+        MismatchError: Patterns that match no leaf.
+        UnsupportedLeafError: Dtypes and names that the format lacks, names that two leaves would
+            have, and values per process: all of them; nothing was written.
         ExistsError: A file is there and `overwrite` is False.
         IntegrityError: A chunk of `src` is damaged.
 
@@ -85,21 +85,24 @@ def export_safetensors(
         ...     report.nbytes, pc.load(folder + "/b")["params"]["w"].shape
         (24, (2, 3))
     """
+    strings = _checked_strings(metadata or {})
+    check_count("max_file_nbytes", max_file_nbytes)
     with open_checkpoint(src) as checkpoint:
         manifest = checkpoint.manifest
-        leaves = selected(manifest.leaves, select)
+        leaves = must_select(manifest.leaves, select)
         naming.refuse(leaves, _LACKS)
         arrays = [leaf for leaf in leaves if leaf.spec is not None]
-        names = dict(zip(arrays, naming.flat_names(arrays, separator), strict=True))
-        header = {"format": "pt", **(metadata or {})}
+        flat = naming.flat_names(arrays, separator, forbids=_forbidden)
+        names = dict(zip(arrays, flat, strict=True))
+        header = {"format": "pt", **strings}
         if len(leaves) == len(manifest.leaves):
             header[naming.TREE_KEY] = naming.record(manifest.tree, leaves, names)
         groups = _groups(names, max_file_nbytes)
         path = local_path(dst)
         files = file_names(path, len(groups))
-        rival = path / (WHOLE_FILE if len(groups) > 1 else INDEX_FILE)
-        others = [] if path.suffix == ".safetensors" else [rival]
-        with written_whole(files, overwrite=overwrite, replaces=others) as made:
+        # What leads to the tensors of an export of another number of files.
+        rival = file_names(path, 1 if len(groups) > 1 else 2)[-1]
+        with written_whole(files, overwrite=overwrite, replaces=[rival]) as made:
             for file, group in zip(made, groups, strict=False):
                 _write_file(file, group, header, checkpoint)
             if len(files) > len(groups):
@@ -110,6 +113,23 @@ def export_safetensors(
         nbytes=sum(leaf.array.nbytes for leaf in arrays),
         left_out=() if naming.TREE_KEY in header else tuple(lost),
     )
+
+
+def _checked_strings(metadata: object) -> Mapping[str, str]:
+    is_text = isinstance(metadata, Mapping) and all(
+        isinstance(text, str) for pair in metadata.items() for text in pair
+    )
+    if not is_text or naming.TREE_KEY in metadata:  # type: ignore[operator]
+        raise ValueError(
+            f"metadata must be a dict of str to str without {naming.TREE_KEY!r}, not {metadata!r}"
+        )
+    return metadata  # type: ignore[return-value]
+
+
+def _forbidden(name: str) -> str | None:
+    if name == METADATA_KEY:
+        return f"would have the name {name!r}, which safetensors keeps for its metadata"
+    return None
 
 
 def _groups(names: Mapping[Leaf, str], most: int) -> list[list[tuple[str, Leaf]]]:
@@ -143,7 +163,7 @@ def _write_file(
     def rank(item: tuple[str, Leaf]) -> tuple[int, bytes]:
         return -WIDEST_LAST.index(CODES[item[1].array.dtype]), item[0].encode()
 
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    header: dict[str, Any] = {METADATA_KEY: dict(sorted(metadata.items()))}
     at = 0
     ordered = sorted(group, key=rank)
     for name, leaf in ordered:

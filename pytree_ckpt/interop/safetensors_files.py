@@ -19,6 +19,8 @@ from pytree_ckpt.interop.json_objects import MAX_JSON_NBYTES, json_object
 
 WHOLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+METADATA_KEY = "__metadata__"
+"""The one entry of a header that is no tensor."""
 WIDEST_LAST = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16"),
     *("I32", "U32", "F32", "C64", "F64", "I64", "U64"),
@@ -126,7 +128,7 @@ def _read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
         if size < 8 or length > min(MAX_JSON_NBYTES, size - 8):
             raise FormatError(f"{what} is not a safetensors file: its header has {length} bytes")
         header = json_object(opened.read(length), what=f"the header of {what}")
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(f"{what} has metadata that are not strings")
     tensors = [_tensor(name, item, file, 8 + length) for name, item in header.items()]

@@ -26,6 +26,7 @@ from pytree_ckpt.plan import chunking, patterns, saving
 from pytree_ckpt.plan.layouts import Layout, Shardings
 from pytree_ckpt.plan.loading import plan_reads
 from pytree_ckpt.plan.saving import ArrayForm, SavePlan
+from pytree_ckpt.plan.selecting import selected
 
 BATCH_NBYTES = 64 << 20
 """Bytes of source elements that a batch holds; two batches may be in memory."""
@@ -164,20 +165,8 @@ def _selected(
     manifest: Manifest, select: str | Sequence[str]
 ) -> tuple[list[Leaf], Tree, list[Mismatch]]:
     """The leaves that any pattern matches, in the tree that is left of them."""
-    if not select:
-        return list(manifest.leaves), manifest.tree, []
-    wanted = patterns.parse_all(select)
-    leaves = [
-        leaf
-        for leaf in manifest.leaves
-        if any(pattern.match(leaf.text) is not None for pattern in wanted.values())
-    ]
-    wrong = [
-        Mismatch(path=text, kind="missing", text="missing: no leaf matches this pattern")
-        for text, pattern in wanted.items()
-        if not any(pattern.match(leaf.text) is not None for leaf in leaves)
-    ]
-    if wrong:
+    leaves, wrong = selected(manifest.leaves, select)
+    if wrong or not select:
         return leaves, manifest.tree, wrong
     ends: dict[Path, NodeKind] = {leaf.path: "leaf" for leaf in leaves}
     return leaves, from_ends(ends, known=manifest.tree), wrong

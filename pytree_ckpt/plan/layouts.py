@@ -1,13 +1,12 @@
 """The layout that a conversion writes, as a person says it: mesh axes, and specs by pattern."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pytree_ckpt.errors import Mismatch
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.shardings import Mesh, Named, Sharding, Spec, Tiled, cell_of
-from pytree_ckpt.options import check_count
+from pytree_ckpt.options import MAX_PROCESSES, check_count
 from pytree_ckpt.plan import patterns
 
 SpecLike = str | Sequence[str | Sequence[str] | None]
@@ -40,7 +39,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.process_count is not None:
-            check_count("process_count", self.process_count)
+            check_count("process_count", self.process_count, most=MAX_PROCESSES)
         if self.mesh is not None:
             _check_mapping("mesh", self.mesh, "{'data': 4, 'model': 2}")
             for axis, size in self.mesh.items():
@@ -60,7 +59,7 @@ class Layout:
             axis_names=tuple(self.mesh),
             axis_sizes=sizes,
             axis_types=("Auto",) * len(self.mesh),
-            device_ids=tuple(range(math.prod(sizes))),
+            device_ids=Mesh.first_ids(sizes),
         )
 
 

@@ -14,7 +14,7 @@ from pytree_ckpt.format.boxes import Box, whole
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.paths import nearest
 from pytree_ckpt.format.tables import ShardIndex
-from pytree_ckpt.options import LoadOptions, given_or_default
+from pytree_ckpt.options import LoadOptions, check_flags, given_or_default
 from pytree_ckpt.pictures.pages import manifest_html
 from pytree_ckpt.plan.indexing import Index, to_box
 from pytree_ckpt.plan.loading import plan_reads
@@ -38,6 +38,7 @@ def open_checkpoint(
         ...         print(ckpt.keys(), ckpt["step"], ckpt["w"][1, 1:3])
         ['step', 'w'] 7 [5. 6.]
     """
+    check_flags(verify=verify)
     return Checkpoint(path, verify=verify, options=given_or_default(options, LoadOptions))
 
 

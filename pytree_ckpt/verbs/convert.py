@@ -15,9 +15,11 @@ from pytree_ckpt.format import manifest_file, tables, wire
 from pytree_ckpt.format.manifest import Manifest, TableRef, data_dir
 from pytree_ckpt.format.tables import ShardIndex, Table
 from pytree_ckpt.options import (
+    MAX_PROCESSES,
     LoadOptions,
     SaveOptions,
     check_count,
+    check_flags,
     check_seconds,
     given_or_default,
 )
@@ -114,6 +116,7 @@ def convert(
     """
     number, count = _place(process, workers)
     check_seconds("timeout_s", timeout_s)
+    check_flags(overwrite=overwrite, dry_run=dry_run)
     if not isinstance(layout, Layout | str | os.PathLike | None):
         raise TypeError(f"layout must be Layout(...) or the path of a checkpoint, not {layout!r}")
     options = given_or_default(options, SaveOptions)
@@ -167,14 +170,15 @@ def convert(
 
 def _place(process: tuple[int, int] | None, workers: int) -> tuple[int, int]:
     """Which process this is, of how many."""
-    check_count("workers", workers)
+    check_count("workers", workers, most=MAX_PROCESSES)
     match process:
         case None:
             return 0, workers
-        case (int(number), int(count)) if 0 <= number < count and workers == 1:
+        case (int(number), int(count)) if 0 <= number < count <= MAX_PROCESSES and workers == 1:
             return number, count
     raise ValueError(
-        f"process must be (i, n) with 0 <= i < n, and workers 1, not {process!r} and {workers}"
+        f"process must be (i, n) with 0 <= i < n <= {MAX_PROCESSES}, and workers 1, "
+        f"not {process!r} and {workers}"
     )
 
 

@@ -15,7 +15,7 @@ from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.jaxio import monitoring, processes, targets
 from pytree_ckpt.jaxio.coordination import Session
 from pytree_ckpt.jaxio.targets import Target, TargetTree
-from pytree_ckpt.options import LoadOptions, given_or_default
+from pytree_ckpt.options import LoadOptions, check_flags, given_or_default
 from pytree_ckpt.plan import compare
 from pytree_ckpt.plan.restructure import Restructured, Rules, restructure
 from pytree_ckpt.progress import showing
@@ -86,6 +86,7 @@ def load(
         ...     pc.load(folder + "/ckpt", {"scale": np.zeros(2, np.float32), "step": 0})
         {'scale': array([1., 2.], dtype=float32), 'step': 7}
     """
+    check_flags(reshard=reshard, cast=cast, partial=partial, verify=verify)
     options = given_or_default(options, LoadOptions)
     clock = StageClock()
     with ExitStack() as held:

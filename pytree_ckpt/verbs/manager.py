@@ -11,7 +11,7 @@ import jax
 
 from pytree_ckpt.format.steps import StepNames, checked_step
 from pytree_ckpt.jaxio.coordination import decided
-from pytree_ckpt.options import LoadOptions, SaveOptions, given_or_default
+from pytree_ckpt.options import LoadOptions, SaveOptions, check_flags, given_or_default
 from pytree_ckpt.plan import retention
 from pytree_ckpt.plan.restructure import Rules
 from pytree_ckpt.plan.retention import Decision, Keep
@@ -96,6 +96,7 @@ class CheckpointManager:
         save_options: SaveOptions | None = None,
         load_options: LoadOptions | None = None,
     ) -> None:
+        check_flags(background=background, link_unchanged=link_unchanged, on_sigterm=on_sigterm)
         self._save_options = given_or_default(save_options, SaveOptions)
         self._load_options = given_or_default(load_options, LoadOptions)
         self._schedule = Schedule(every=save_every, every_seconds=save_every_seconds)
@@ -173,6 +174,7 @@ class CheckpointManager:
             Exception: What this save, or the one before it, failed with.
         """
         started = time.perf_counter()
+        check_flags(force=force, overwrite=overwrite, skip_if_busy=skip_if_busy)
         number = checked_step(step)
         if not force and not self.should_save(number):
             return None

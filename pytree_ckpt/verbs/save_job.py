@@ -15,7 +15,7 @@ from pytree_ckpt.jaxio import monitoring, processes
 from pytree_ckpt.jaxio.buffers import HostViews
 from pytree_ckpt.jaxio.coordination import Session
 from pytree_ckpt.jaxio.describe import Described, describe
-from pytree_ckpt.options import LoadOptions, SaveOptions, given_or_default
+from pytree_ckpt.options import LoadOptions, SaveOptions, check_flags, given_or_default
 from pytree_ckpt.plan import agreement
 from pytree_ckpt.plan.saving import SavePlan, plan_save
 from pytree_ckpt.progress import showing
@@ -51,6 +51,7 @@ class SaveJob:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         self.clock = StageClock()
+        check_flags(overwrite=overwrite)
         self._overwrite = overwrite
         self._options = given_or_default(options, SaveOptions)
         self._session = Session(f"the save to {path}", timeout_s=self._options.timeout_s)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pytree_ckpt.errors import Damage, FormatError, IntegrityError, NewerFormatError
 from pytree_ckpt.format.manifest import Leaf, Manifest
 from pytree_ckpt.format.values import count_text
-from pytree_ckpt.options import LoadOptions, given_or_default
+from pytree_ckpt.options import LoadOptions, check_flags, given_or_default
 from pytree_ckpt.pictures.pages import damage_html
 from pytree_ckpt.pictures.text import size_text
 from pytree_ckpt.plan.loading import ReadPlan, plan_reads
@@ -77,6 +77,7 @@ def verify(
         >>> report.ok, report.chunks, report.nbytes
         (True, 1, 48)
     """
+    check_flags(quick=quick)
     location, settings = locate(path), given_or_default(options, LoadOptions)
     try:
         manifest, held = location.open_to_read()
