@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import termios
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,7 @@ def test_pin_keeps_a_step_that_ls_shows_and_unpin_lets_it_go(root: Path) -> None
     assert run("ls", root).stdout.splitlines()[1].endswith("pinned")
     assert [item["step"] for item in run_json("prune", root, "--last", 1)[1]["dropped"]] == [2]
     assert run_json("unpin", path) == (0, {"unpinned": [path]})
+    assert run("pin", path, root / "nothing").exit_code == 3
     assert not any(step["pinned"] for step in run_json("ls", root)[1]["steps"])
 
 
@@ -331,14 +333,31 @@ def test_report_writes_one_file(good: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a b.html").read_text().startswith("<!doctype html>")
     assert not list(tmp_path.glob("*.tmp"))
     assert run("report", good, "-o", tmp_path / "none" / "a.html").exit_code == 8
+    assert run("report", good, "-o", tmp_path).exit_code == 8
+    assert run("report", good, "-o", f"file://{tmp_path}/b%20c.html").exit_code == 0
+    assert (tmp_path / "b c.html").is_file()
 
 
-@pytest.mark.parametrize("inside", [True, False])
+def test_a_report_goes_into_a_pipe_that_stays_one(good: Path, tmp_path: Path) -> None:
+    """As into /dev/stdout and /dev/null, which a file must not replace."""
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as reader:
+        page = reader.submit((tmp_path / "pipe").read_text)
+        assert run("report", good, "-o", tmp_path / "pipe").exit_code == 0
+        assert page.result().startswith("<!doctype html>")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("inside", "path"),
+    [("good one", "."), ("", "good one/"), ("good one/below", ".."), ("", "file://{}/good%20one")],
+)
 def test_a_report_is_named_after_its_checkpoint(
-    good: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+    good: Path, monkeypatch: pytest.MonkeyPatch, inside: str, path: str
 ) -> None:
-    monkeypatch.chdir(good if inside else good.parent)
-    assert run("report", "." if inside else "good one/").exit_code == 0
+    (good / "below").mkdir()
+    monkeypatch.chdir(good.parent / inside)
+    assert run("report", path.format(good.parent)).exit_code == 0
     assert Path("good one.html").is_file()
 
 
@@ -499,13 +518,47 @@ def test_ctrl_c_leaves_no_half_of_a_report(
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_closed_pipe_is_quiet(good: Path) -> None:
+@pytest.mark.parametrize("command", ["verify {}", "tree {} --json", "--help", "verify --help"])
+def test_a_closed_pipe_is_quiet(good: Path, command: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "pytree_ckpt", "verify", str(good)]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    parts = (part.format(good) for part in command.split())
+    whole = [sys.executable, "-m", "pytree_ckpt", *parts]
+    done = subprocess.run(whole, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "streams", "code"),
+    [
+        ("verify {}", ">&-", 0),
+        ("verify {}", ">&- 2>&-", 0),
+        ("verify {}/missing", "2>&-", 3),
+        ("verify {}/missing", "2>/dev/full", 3),
+        ("show {}/missing --json", ">/dev/full", 3),
+        ("tree {} --json", ">/dev/full", 8),
+        ("tree {}", ">/dev/full", 8),
+        ("verify --nothing", "2>/dev/full", 8),
+    ],
+)
+def test_no_stream_makes_damage_of_what_is_whole(
+    good: Path, command: str, streams: str, code: int
+) -> None:
+    """It is closed, or full: Python's own exit code would be 1."""
+    words = [sys.executable, "-m", "pytree_ckpt", *(p.format(good) for p in command.split())]
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" "$@" {streams}', *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_nobody_foresaw_is_no_damage(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytree_ckpt.verbs.verify.verify", lambda *_, **__: {}["a fault"])
+    done = run("verify", good)
+    assert (done.exit_code, done.stdout) == (70, "")
+    assert "KeyError: 'a fault'" in done.stderr
 
 
 # --- to other layouts and formats -----------------------------------------------------------------
@@ -540,6 +593,12 @@ def test_convert_prints_the_plan_and_converts(good: Path, tmp_path: Path) -> Non
         (("--dtype", "**=float7"), "not 'float7'"),
         (("--process", "3/2"), "'3/2' is not like 0/4"),
         (("--like", "x", "--mesh", "data=2"), "--like is instead of --mesh"),
+        (("--mesh", "data=2,data=4"), "'data=2,data=4' is not like data=16,model=2"),
+        (("--mesh", "data=99999999999999"), "a mesh of 99999999999999 devices"),
+        (("--spec", "**=data", "--spec", "**=None"), "'**' is both 'data' and 'None'"),
+        (("--dtype", "**=bfloat16", "--dtype", "**=float16"), "is both 'bfloat16' and 'float16'"),
+        (("--process", "0/99999999999"), "0 <= i < n <= 99999"),
+        (("--select", "a**"), "'**' must be a whole key"),
     ],
 )
 def test_convert_refuses_what_makes_no_sense(
@@ -551,8 +610,31 @@ def test_convert_refuses_what_makes_no_sense(
 
 
 def test_convert_of_what_does_not_fit_or_is_damaged(damaged: Path, tmp_path: Path) -> None:
-    assert run("convert", damaged, tmp_path / "dst", "--select", "nope").exit_code == 6
+    for command, options in (("convert", ()), ("export", ()), ("export", ("--select", "step"))):
+        done = run(command, damaged, tmp_path / "dst", "--select", "nope", *options)
+        assert done.exit_code == 6
+    assert run("tree", damaged, "--match", "nope").exit_code == 6
+    asked = ("--mesh", "data=2, model=2", "--dry-run")
+    assert run("convert", damaged, tmp_path / "dst", *asked).exit_code == 0
     assert run("convert", damaged, tmp_path / "dst").exit_code == 5
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("export", "--select", "a**"),
+        ("export", "--max-file-bytes", "0"),
+        ("import", "--from", "npz", "--item", "state"),
+        ("import", "--from", "orbax", "--separator", "."),
+    ],
+    ids=" ".join,
+)
+def test_an_export_and_an_import_refuse_what_makes_no_sense(
+    good: Path, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    command, *options = asked
+    assert run(command, good, tmp_path / "dst", *options).exit_code == 2
+    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "folder", "w.npz"])

@@ -1,8 +1,12 @@
 """Exit codes, and which error has which."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+
+import click
 
 from pytree_ckpt.errors import (
     CheckpointError,
@@ -17,6 +21,7 @@ from pytree_ckpt.errors import (
 
 OK = 0
 FOUND = 1
+FAULT = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -32,6 +37,7 @@ MEANINGS: Mapping[int, str] = {
     8: "the storage failed or refused (`OSError`)",
     9: "another process did not answer (`PeerTimeoutError`)",
     10: "any other error that the library names (`CheckpointError`), or a package that is missing",
+    FAULT: "a fault of this program itself, with a traceback",
     INTERRUPTED: "Ctrl-C; nothing is committed",
     BROKEN_PIPE: "whoever read the output went away, as `head` does",
 }
@@ -47,6 +53,7 @@ _CODES: Mapping[type[Exception], int] = {
     PeerTimeoutError: 9,
     CheckpointError: 10,
     ImportError: 10,
+    BrokenPipeError: BROKEN_PIPE,
     OSError: 8,
 }
 """The first that fits counts."""
@@ -62,7 +69,39 @@ def exit_code(error: Exception) -> int:
     return next(code for kind, code in _CODES.items() if isinstance(error, kind))
 
 
-def end_quietly() -> int:
-    """Let nothing more be written to a pipe that nobody reads; the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
+def fault() -> int:
+    """Print what nobody foresaw; the exit code, for which Python's own would mean damage."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+    return FAULT
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Say as click does what is wrong with a value; what the library names is raised as it is."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+@contextlib.contextmanager
+def any_streams() -> Iterator[None]:
+    """Go on whatever becomes of what is printed.
+
+    A stream that is closed is the null device: a file that is opened would get its number, and
+    all that anybody prints. One that takes nothing more is it in the end, when Python flushes it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))  # noqa: SIM115
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from pytree_ckpt.cli.failures import usage_errors
 from pytree_ckpt.cli.output import emit, json_option, place
 from pytree_ckpt.errors import NotFoundError
 from pytree_ckpt.pictures.text import plain
@@ -23,14 +24,15 @@ def tree_command(checkpoint: str, depth: int | None, match: str | None) -> None:
     from pytree_ckpt.cli import documents, drawing
     from pytree_ckpt.pictures.outline import matching, outline
     from pytree_ckpt.plan import patterns
+    from pytree_ckpt.plan.selecting import must_select
     from pytree_ckpt.verbs.manifest import read_manifest
 
-    root = outline(read_manifest(checkpoint))
+    manifest = read_manifest(checkpoint)
+    root = outline(manifest)
     if match is not None:
-        try:
+        with usage_errors():
+            must_select(manifest.leaves, match)
             root = matching(root, patterns.parse(match))
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
     emit(documents.of_tree(root, depth), lambda: [drawing.of_tree(root, depth)])
 
 
@@ -74,16 +76,21 @@ def report_command(checkpoint: str, output: str | None) -> None:
     long the save took.
     """
     from pytree_ckpt.pictures.pages import manifest_page
+    from pytree_ckpt.store.locations import local_path, locate
     from pytree_ckpt.verbs.manifest import read_manifest
 
     page = manifest_page(read_manifest(checkpoint), path=checkpoint)
-    target = Path(output or f"{Path(checkpoint).absolute().name or 'checkpoint'}.html")
+    name = str(locate(checkpoint)).rpartition("/")[2] or "checkpoint"
+    target = local_path(output or f"{name}.html")
     _replace(target, page)
     emit({"file": str(target)}, lambda: [plain(f"wrote {target}")])
 
 
 def _replace(target: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all; to a pipe or a device write as it is."""
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
     part = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         part.write_text(text, encoding="utf-8")

@@ -4,6 +4,7 @@ Only click is imported here, so that `--help` and completion are quick: a comman
 needs when it runs.
 """
 
+import contextlib
 import io
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import click
 
 from pytree_ckpt import __version__
 from pytree_ckpt.cli.check import diff_command, verify_command
-from pytree_ckpt.cli.failures import INTERRUPTED, end_quietly, exit_code
+from pytree_ckpt.cli.failures import BROKEN_PIPE, INTERRUPTED, any_streams, exit_code, fault
 from pytree_ckpt.cli.look import report_command, show_command, tree_command
 from pytree_ckpt.cli.move import convert_command, export_command, import_command
 from pytree_ckpt.cli.output import emit_error
@@ -21,18 +22,37 @@ from pytree_ckpt.errors import CheckpointError
 
 
 class Commands(click.Group):
-    """A group whose commands may raise what the library raises."""
+    """A group whose commands may raise what the library raises, and print to anything."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        with any_streams():
+            try:
+                return super().main(*args, **kwargs)
+            except OSError as error:  # of what click itself prints
+                sys.exit(exit_code(error))
+            except Exception:
+                if kwargs.get("standalone_mode") is False:
+                    raise
+                sys.exit(fault())
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **kwargs)
+        except BrokenPipeError:  # of `--help`; click would end with 1, which is damage
+            sys.exit(BROKEN_PIPE)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
+            with contextlib.suppress(OSError):
+                click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
-            ctx.exit(end_quietly())
+            ctx.exit(BROKEN_PIPE)
         except (CheckpointError, OSError, ImportError) as error:
-            emit_error(ctx, error)
+            with contextlib.suppress(OSError):
+                emit_error(ctx, error)
             ctx.exit(exit_code(error))
 
 

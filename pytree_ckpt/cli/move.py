@@ -6,27 +6,29 @@ from typing import Any
 
 import click
 
+from pytree_ckpt.cli.failures import usage_errors
 from pytree_ckpt.cli.output import emit, json_option, place
 
 
 def _pairs(ctx: click.Context, option: click.Parameter, texts: Iterable[str]) -> dict[str, str]:
     """What was given as KEY=VALUE, again and again; the value is what follows the last `=`."""
-    found = {}
+    found: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.rpartition("=")
         if not equals or not key:
             raise click.BadParameter(f"{text!r} is not PATTERN=VALUE", ctx, option)
-        found[key] = value
+        if found.setdefault(key, value) != value:
+            raise click.BadParameter(f"{key!r} is both {found[key]!r} and {value!r}", ctx, option)
     return found
 
 
 def _mesh(ctx: click.Context, option: click.Parameter, text: str | None) -> dict[str, int] | None:
     if text is None:
         return None
-    sizes = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
-        axis, _, size = part.rpartition("=")
-        if not (axis and size.isdecimal() and int(size) > 0):
+        axis, _, size = map(str.strip, part.rpartition("="))
+        if axis in sizes or not (axis and size.isdecimal() and int(size) > 0):
             raise click.BadParameter(f"{text!r} is not like data=16,model=2", ctx, option)
         sizes[axis] = int(size)
     return sizes
@@ -99,7 +101,7 @@ def convert_command(
 
     if like and (mesh or specs or processes):
         raise click.UsageError("--like is instead of --mesh, --spec and --processes")
-    try:
+    with usage_errors():
         layout = Layout(mesh=mesh, specs=specs, process_count=processes)
         report = convert(
             src,
@@ -109,18 +111,7 @@ def convert_command(
             options=SaveOptions(digest=digest, compress="zstd" if codec == "zstd" else None),
             **settings,
         )
-    except ValueError as error:
-        _usage(error)
     emit(documents.of_convert(report), lambda: str(report).splitlines())
-
-
-def _usage(error: ValueError) -> None:
-    """Raise what is wrong with the command line; what the library names is raised as it is."""
-    from pytree_ckpt.errors import CheckpointError
-
-    if isinstance(error, CheckpointError):
-        raise error
-    raise click.UsageError(str(error)) from None
 
 
 @click.command("export")
@@ -142,11 +133,12 @@ def export_command(
     from pytree_ckpt.interop.npz import export_npz
     from pytree_ckpt.interop.safetensors import export_safetensors
 
-    settings |= {"separator": separator} if separator else {}
-    if Path(dst).suffix == ".npz":
-        report = export_npz(src, dst, **settings)
-    else:
-        report = export_safetensors(src, dst, max_file_nbytes=max_file_bytes, **settings)
+    settings |= {} if separator is None else {"separator": separator}
+    with usage_errors():
+        if Path(dst).suffix == ".npz":
+            report = export_npz(src, dst, **settings)
+        else:
+            report = export_safetensors(src, dst, max_file_nbytes=max_file_bytes, **settings)
     emit(documents.of_export(report), lambda: str(report).splitlines())
 
 
@@ -172,7 +164,13 @@ def import_command(
     from pytree_ckpt.interop.orbax import import_orbax
     from pytree_ckpt.interop.safetensors import import_safetensors
 
-    kind = kind or _kind_of(Path(src))
+    kind = kind or _kind_of(src)
+    for name, value, has_it in (
+        ("--item", item, kind == "orbax"),
+        ("--separator", separator, kind != "orbax"),
+    ):
+        if value is not None and not has_it:
+            raise click.UsageError(f"{name} says nothing about {kind}, which {src!r} is")
     if kind == "orbax":
         report = import_orbax(src, dst, item=item, overwrite=overwrite)
     else:
@@ -182,8 +180,11 @@ def import_command(
     emit(documents.of_import(report), lambda: str(report).splitlines())
 
 
-def _kind_of(path: Path) -> str:
-    """The format of a path, by its names."""
+def _kind_of(src: str) -> str:
+    """The format of what is at a path, by its names."""
+    from pytree_ckpt.store.locations import local_path
+
+    path = local_path(src)
     if path.suffix == ".npz":
         return "npz"
     is_flat = path.suffix == ".safetensors" or any(path.glob("*.safetensors*"))

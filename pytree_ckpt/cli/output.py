@@ -4,6 +4,7 @@ Names and metadata come from files that anybody may have written: whatever a ter
 is escaped, and rich's markup in them is not interpreted.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -55,15 +56,16 @@ def emit(document: Mapping[str, Any], draw: "Callable[[], Iterable[RenderableTyp
 
 def emit_error(ctx: click.Context, error: Exception) -> None:
     """Say what went wrong, and with `--json` in an object on stdout too."""
+    say(error)
     if ctx.meta.get(_AS_JSON):
         _print_json({"error": error_document(error)})
-    say(error)
 
 
 def say(error: Exception) -> None:
-    """An error, and what was noted with it, on stderr."""
-    for line in "\n".join([str(error), *getattr(error, "__notes__", [])]).split("\n"):
-        click.echo(plain(line), err=True)
+    """An error, and what was noted with it, on stderr, if that takes anything."""
+    with contextlib.suppress(OSError):
+        for line in "\n".join([str(error), *getattr(error, "__notes__", [])]).split("\n"):
+            click.echo(plain(line), err=True)
 
 
 def error_document(error: Exception) -> dict[str, str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from pytree_ckpt.cli.failures import usage_errors
 from pytree_ckpt.cli.output import emit, json_option, place
 from pytree_ckpt.format.steps import StepNames
 
@@ -20,10 +21,8 @@ def names_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names(prefix: str, width: int) -> StepNames:
-    try:
+    with usage_errors():
         return StepNames(prefix=prefix, width=width)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
 
 
 @click.command("ls")
@@ -52,8 +51,11 @@ def _command_to(word: str, *, pinned: bool, text: str) -> click.Command:
     @json_option
     def command(checkpoints: tuple[str, ...]) -> None:
         from pytree_ckpt.pictures.text import plain
+        from pytree_ckpt.verbs.manifest import read_manifest
         from pytree_ckpt.verbs.survey import pin
 
+        for path in checkpoints:
+            read_manifest(path)  # All of them or none.
         for path in checkpoints:
             pin(path, pinned=pinned)
         emit({word: checkpoints}, lambda: [plain(f"{word} {path}") for path in checkpoints])
@@ -92,9 +94,7 @@ def prune_command(root: str, yes: bool, prefix: str, width: int, **rules: Any) -
     from pytree_ckpt.plan.retention import Keep
     from pytree_ckpt.verbs.survey import prune
 
-    try:
+    with usage_errors():
         keep = Keep(**rules)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
     report = prune(root, keep, names=_names(prefix, width), delete=yes)
     emit(documents.of_prune(report), lambda: drawing.of_prune(report))
