@@ -190,7 +190,7 @@ def test_ls_tells_the_state_of_every_step(root: Path) -> None:
 
 
 def test_ls_of_an_empty_and_of_a_missing_root(tmp_path: Path, good: Path) -> None:
-    assert run("ls", good).stdout == "no steps\n"
+    assert run("ls", good).stdout == "no steps that are named as step_00000001\n"
     assert run_json("ls", good) == (0, {"steps": []})
     assert run("ls", tmp_path / "nothing").exit_code == 3
     assert run("prune", tmp_path / "nothing", "--last", 1).exit_code == 3
@@ -198,7 +198,7 @@ def test_ls_of_an_empty_and_of_a_missing_root(tmp_path: Path, good: Path) -> Non
 
 def test_ls_sees_the_steps_of_the_names_that_are_asked_for(tmp_path: Path) -> None:
     pc.save(pc.step_path(tmp_path, 7, prefix="ppo-", width=3), state())
-    assert run("ls", tmp_path).stdout == "no steps\n"
+    assert run("ls", tmp_path).stdout == "no steps that are named as step_00000001\n"
     assert "7" in run("ls", tmp_path, "--prefix", "ppo-", "--width", 3).stdout
     assert run("ls", tmp_path, "--prefix", "../x").exit_code == 2
 

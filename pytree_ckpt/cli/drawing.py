@@ -13,6 +13,7 @@ from rich.tree import Tree
 from pytree_ckpt.errors import Damage
 from pytree_ckpt.format import values
 from pytree_ckpt.format.manifest import Manifest
+from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.format.values import count_text
 from pytree_ckpt.pictures.facts import branch_words, leaf_words, manifest_facts, writer_words
 from pytree_ckpt.pictures.layouts import Panel, devices_text, layout_of
@@ -169,10 +170,10 @@ def _plane(panel: Panel) -> Group:
 _STATUS_STYLES = {"committed": "green", "damaged": "bold red", "unreadable": "red"}
 
 
-def of_survey(steps: Sequence[StepSummary]) -> Iterator[RenderableType]:
+def of_survey(steps: Sequence[StepSummary], names: StepNames) -> Iterator[RenderableType]:
     """A line for each step."""
     if not steps:
-        yield Text("no steps")
+        yield Text(plain(f"no steps that are named as {names.name(1)}"))
         return
     found = table("step", "state", "age", "bytes", "leaves", "mesh", "written by", "")
     for item in steps:

@@ -39,8 +39,9 @@ def ls_command(root: str, prefix: str, width: int) -> None:
     from pytree_ckpt.cli import documents, drawing
     from pytree_ckpt.verbs.survey import survey
 
-    found = survey(root, names=_names(prefix, width))
-    emit(documents.of_survey(found), lambda: drawing.of_survey(found))
+    names = _names(prefix, width)
+    found = survey(root, names=names)
+    emit(documents.of_survey(found), lambda: drawing.of_survey(found, names))
 
 
 def _command_to(word: str, *, pinned: bool, text: str) -> click.Command:
