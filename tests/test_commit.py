@@ -161,7 +161,7 @@ def make_dangling(path: Path) -> None:
         (make_file, "{path} is a file, a checkpoint is a folder"),
         (make_root, "{path} is no checkpoint, but has checkpoints in it: step_00000009, step_0000"),
         (make_root_of_orbax, "{path} is no checkpoint, but has checkpoints of orbax in it: 5"),
-        (make_safetensors, "it has no manifest.msgpack; import_safetensors makes one of it"),
+        (make_safetensors, "it has no manifest.msgpack; import_safetensors converts it"),
         (make_uncommitted, "{path} holds a save that has not committed: it is under"),
         (make_interrupted, "{path} holds a save that has not committed: it is under"),
     ],

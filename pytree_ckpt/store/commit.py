@@ -81,7 +81,7 @@ def _importer(names: Iterable[str]) -> str:
     for name in names:
         kind = "orbax" if name in _ORBAX else name.rpartition(".")[2]
         if kind in ("orbax", "safetensors", "npz"):
-            return f"; import_{kind} makes one of it"
+            return f"; import_{kind} converts it"
     return ""
 
 
