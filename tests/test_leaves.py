@@ -26,13 +26,13 @@ MAY_BE_UNKNOWN_TO_JAX = {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn"}
 def patterns(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """Every bit pattern of a dtype of one or two bytes in turn, random ones of a wider dtype.
 
-    So there are NaNs of all payloads, infinities, subnormals and zeros of both signs.
+    So there are NaNs of all payloads, infinities, subnormals and zeros of both signs, and bools
+    such as `numpy.empty` makes them.
     """
     dtype = dtypes.dtype_of(name)
     count = int(np.prod(shape))
     if dtype.itemsize <= 2:
         raw = np.resize(np.arange(1 << 8 * dtype.itemsize), count).astype(f"u{dtype.itemsize}")
-        raw = raw & 1 if name == "bool" else raw
     else:
         raw = np.random.default_rng(0).integers(0, 256, count * dtype.itemsize, np.uint8)
     return raw.view(dtype).reshape(shape)

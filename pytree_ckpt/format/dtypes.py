@@ -63,8 +63,12 @@ def zarr_dtype(name: str) -> str:
 
 
 def storage_dtype(name: str) -> np.dtype:
-    """The numpy dtype in which elements of this dtype are handed to and taken from Zarr."""
-    return _BY_NAME[zarr_dtype(name)]
+    """The numpy dtype in which elements of this dtype are handed to and taken from TensorStore.
+
+    TensorStore reads no bool that is neither 0 nor 1, and memory that nobody has written to may
+    have one.
+    """
+    return _BY_NAME["uint8" if name == "bool" else zarr_dtype(name)]
 
 
 def kind_of(name: str) -> str:

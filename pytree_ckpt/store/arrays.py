@@ -59,9 +59,12 @@ def open_array(
 def open_leaf(
     data: Location, name: str, spec: ArraySpec, ctx: ts.Context, *, write: bool
 ) -> ts.TensorStore:
-    """The array of a leaf."""
+    """The array of a leaf, its elements as `storage_dtype` has them."""
     folder = contents.array_folder(data, name)
-    return open_array(folder, zarr.array_metadata(spec), ctx, write=write)
+    metadata = zarr.array_metadata(spec)
+    if spec.dtype == "bool":
+        metadata |= {"data_type": "uint8", "fill_value": 0}
+    return open_array(folder, metadata, ctx, write=write)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> npt.NDArray[Any]:
