@@ -176,6 +176,10 @@ IMPOSSIBLE_CASTS: dict[str, tuple[Any, Any]] = {
     "NaN is no numpy int": (math.nan, np.int32(0)),
     "a numpy NaN is no int": (np.float64(math.nan), 0),
     "an infinite array is no int": (jnp.float32(math.inf), 0),
+    "a short NaN is no int": (jnp.bfloat16(math.nan), 0),
+    "a short infinity is no int": (np.asarray(math.inf).astype(jnp.bfloat16), 0),
+    "four bits have no NaN": (np.float32(math.nan), np.zeros((), jnp.float4_e2m1fn)),
+    "four bits have no NaN of Python": (math.nan, np.zeros((), jnp.float4_e2m1fn)),
 }
 
 
@@ -186,6 +190,11 @@ def test_a_cast_that_no_number_comes_of_is_refused_by_name(tmp_path: Path, name:
     with pytest.raises(pc.MismatchError) as error:
         pc.load(tmp_path / "ckpt", {"n": {"x": target}}, cast=True)
     assert [(m.path, m.kind) for m in error.value.mismatches] == [("n/x", "dtype")]
+
+
+def test_a_short_float_beyond_64_bits_is_cast_to_the_int_that_it_is(tmp_path: Path) -> None:
+    pc.save(tmp_path, {"x": jnp.bfloat16(2.0**100)})
+    assert_same(pc.load(tmp_path, {"x": 0}, cast=True), {"x": 2**100})
 
 
 def test_infinity_stands_for_a_float_that_does_not_fit_a_narrower_one(tmp_path: Path) -> None:

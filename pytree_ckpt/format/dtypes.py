@@ -80,6 +80,11 @@ def kind_of(name: str) -> str:
     return "complex" if name.startswith("complex") else "float"
 
 
+def has_nan(name: str) -> bool:
+    """Whether a NaN has a place in the dtype, be it of floats or of other numbers."""
+    return name not in ("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn")
+
+
 def int_limits(name: str) -> tuple[int, int]:
     """Least and greatest value of an integer dtype.
 

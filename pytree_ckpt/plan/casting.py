@@ -1,7 +1,8 @@
 """Elements and numbers in another dtype, where the user asked for it.
 
-Floats that do not fit become infinities, as numpy has it. Where an integer cannot hold a number
-numpy gives something else without a word; here that is an error.
+Floats that do not fit become infinities, as numpy has it, or what the dtype has instead. Where an
+integer cannot hold a number, or a float has no NaN, numpy gives something else without a word; here
+that is an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ def cast(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """An array in the dtype `name`.
 
     Raises:
-        ValueError: An integer dtype that cannot hold every element.
+        ValueError: An integer dtype that cannot hold every element, or NaNs for one without.
 
     Example:
         >>> cast(np.float32([1.5, 3e38]), "float16")
@@ -34,9 +35,11 @@ def cast(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
         ValueError: int8 cannot hold all of the float32 elements
     """
     dtype = dtypes.dtype_of(name)
-    if dtypes.kind_of(name) == "int" and array.size and not _fits(array, name):
-        raise ValueError(f"{name} cannot hold all of the {array.dtype} elements")
     with np.errstate(all="ignore"):
+        if dtypes.kind_of(name) == "int" and array.size and not _fits(array, name):
+            raise ValueError(f"{name} cannot hold all of the {array.dtype} elements")
+        if not dtypes.has_nan(name) and np.isnan(array).any():
+            raise ValueError(f"{name} has no NaN, and the {array.dtype} elements have")
         try:
             return array.astype(dtype)
         except TypeError:
@@ -60,7 +63,7 @@ def cast_value(value: Any, name: str) -> npt.NDArray[Any]:
     """A Python number as an array without dimensions.
 
     Raises:
-        ValueError: An integer dtype that cannot hold it.
+        ValueError: A dtype that cannot hold it.
     """
     kind = dtypes.kind_of(name)
     if kind == "int":
@@ -71,8 +74,7 @@ def cast_value(value: Any, name: str) -> npt.NDArray[Any]:
         return np.asarray(number, object).astype(dtypes.dtype_of(name))
     if kind == "float" and isinstance(value, int):
         value = _float_of(value)
-    with np.errstate(all="ignore"):
-        return np.asarray(value).astype(dtypes.dtype_of(name))
+    return cast(np.asarray(value), name)
 
 
 def _float_of(value: int) -> float:

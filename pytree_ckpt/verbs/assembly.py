@@ -289,7 +289,7 @@ def _on_host(item: Item, buffer: Array) -> Any:
     if want.kind == "scalar":
         return buffer[()]
     with _named(item):
-        return casting.as_python(buffer[()], want.kind)
+        return casting.as_python(buffer.item(), want.kind)
 
 
 @contextmanager
