@@ -343,9 +343,27 @@ def test_two_children_of_one_name_are_refused_by_path(tmp_path: Path) -> None:
 
 
 def test_a_node_that_changes_while_it_is_looked_at_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pc.CheckpointError, match="flattens differently"):
-        pc.save(tmp_path / "ckpt", {"x": Fickle()})
+    with pytest.raises(pc.CheckpointError, match="flattens differently") as error:
+        pc.save(tmp_path / "ckpt", {"x": Fickle(), "y": [1, Fickle()]})
+    assert [path for path, _ in error.value.leaves] == ["x/0", "y/1/0"]
     assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_node_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    tree: list[Any] = [leaf(1)]
+    tree += [tree, tree]
+    with pytest.raises(pc.UnsupportedLeafError, match="deeper than"):
+        pc.save(tmp_path / "ckpt", {"w": tree})
+
+
+def test_keys_of_a_node_that_cannot_be_saved_are_named_each_once(tmp_path: Path) -> None:
+    """Neither has a name that the other could have as well."""
+    with pytest.raises(pc.UnsupportedLeafError) as error:
+        pc.save(tmp_path / "ckpt", {"t": Table({(0,): 1, (1,): 2})})
+    assert [text.split(" of ")[0] for _, text in error.value.leaves] == [
+        "has the key (0,)",
+        "has the key (1,)",
+    ]
 
 
 def test_subclasses_that_jax_does_not_know_are_leaves_and_are_refused(tmp_path: Path) -> None:

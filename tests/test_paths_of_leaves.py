@@ -1,5 +1,6 @@
 """The paths of leaves as text and as file names: never one name for two leaves, never a way out."""
 
+import enum
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
@@ -285,6 +286,11 @@ def test_keys_that_equal_text_or_numbers_come_back_as_plain_ones(tmp_path: Path)
     assert [type(key) for part in loaded.values() for key in part] == [int, str]
 
 
+class Split(enum.Enum):
+    TRAIN = 1
+    TEST = 2
+
+
 REFUSED_KEYS: dict[str, tuple[dict[Any, Any], str]] = {
     "tuple": ({(1, 2): 0}, "tuple"),
     "bool": ({True: 0}, "bool"),
@@ -294,8 +300,9 @@ REFUSED_KEYS: dict[str, tuple[dict[Any, Any], str]] = {
     "bytes": ({b"a": 0}, "bytes"),
     "frozenset": ({frozenset("a"): 0}, "frozenset"),
     "complex": ({1j: 0}, "complex"),
-    "str beside int": ({1: 0, "1": 0}, "sort"),
-    "str beside None": ({None: 0, "1": 0}, "sort"),
+    "str beside int": ({1: 0, "1": 0}, "sort (int beside str)"),
+    "str beside None": ({None: 0, "1": 0}, "sort (NoneType beside str)"),
+    "members of an enum": ({Split.TRAIN: 0, Split.TEST: 0}, "sort (Split)"),
     "surrogate": ({"\ud800": 0}, "UTF-8"),
 }
 

@@ -1,6 +1,7 @@
 """Pytrees to plain structure, by JAX's own rules of what is a node and what is a leaf."""
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,20 +34,19 @@ def flatten(tree: Any) -> FlatTree:
     """Take a pytree apart, leaves in JAX's order.
 
     Keys that are neither `str` nor `int`, keys that JAX cannot sort, two children of one name,
-    and nesting deeper than `MAX_DEPTH` are refused.
+    nesting deeper than `MAX_DEPTH`, and leaves that are made when their node is flattened are
+    refused.
     """
     walk = _Walk()
     walk.node(tree, None, ())
+    if not walk.refused:
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        walk.compare(leaves)
     if walk.refused:
         one = Tree(("leaf",), (0,), (None,))
         return FlatTree(
             tree=one, paths=walk.paths, leaves=walk.leaves, treedef=None, refused=walk.refused
         )
-    leaves, treedef = jax.tree_util.tree_flatten(tree)
-    if len(leaves) != len(walk.leaves) or any(
-        a is not b for a, b in zip(leaves, walk.leaves, strict=True)
-    ):
-        raise CheckpointError("a node of the tree flattens differently from one time to the next")
     structure = Tree(tuple(walk.kinds), tuple(walk.counts), tuple(walk.keys))
     return FlatTree(tree=structure, paths=walk.paths, leaves=leaves, treedef=treedef, refused=[])
 
@@ -61,10 +61,14 @@ class _Walk:
         self.leaves: list[Any] = []
         self.paths: list[Path] = []
         self.refused: list[tuple[str, str]] = []
+        self._is_too_deep = False
 
     def node(self, node: Any, key: Key | None, path: Path) -> None:
-        """Enter a node and all below it."""
+        """Enter a node and all below it, up to the first that is too deep."""
+        if self._is_too_deep:  # A node that contains itself twice would have 2 ** MAX_DEPTH.
+            return
         if len(path) >= MAX_DEPTH:
+            self._is_too_deep = True
             self.refused.append((to_text(path[:4]) + "/…", f"nested deeper than {MAX_DEPTH}"))
             return
         children = self._children(node, path)
@@ -77,6 +81,15 @@ class _Walk:
             self.paths.append(path)
         for child_key, child in pairs:
             self.node(child, child_key, (*path, child_key))
+
+    def compare(self, leaves: Sequence[Any]) -> None:
+        """Refuse leaves that are not the ones that JAX finds, in its order."""
+        if len(leaves) != len(self.leaves):
+            raise CheckpointError("a node flattens differently from one time to the next")
+        for path, found, leaf in zip(self.paths, self.leaves, leaves, strict=True):
+            if found is not leaf:
+                text = "is made anew by a node that flattens differently each time; keep it there"
+                self.refused.append((to_text(path), text))
 
     def _children(self, node: Any, path: Path) -> tuple[NodeKind, list[tuple[Key, Any]]] | None:
         """Kind and children of a node, None for a leaf."""
@@ -99,7 +112,8 @@ class _Walk:
         try:
             keys = sorted(node)
         except TypeError:
-            text = "a dict with keys that JAX cannot sort (str beside int?)"
+            kinds = " beside ".join(sorted({type(key).__name__ for key in node}))
+            text = f"a dict with keys that JAX cannot sort ({kinds}); all must be str, or all int"
             self.refused.append((to_text(path), text))
             return []
         return [(self._key(key, path), node[key]) for key in keys]
@@ -146,7 +160,7 @@ class _Walk:
         elif len(repr(key)) < 200:
             reason = f"has the key {key!r} of type {type(key).__name__}; keys must be str or int"
         self.refused.append((to_text(path), reason))
-        return Key("flat", len(self.kinds))
+        return Key("flat", -len(self.refused))  # No two of these are one name.
 
 
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, np.ndarray, jax.ShapeDtypeStruct})
