@@ -505,5 +505,16 @@ def test_shardings_without_a_mesh_are_saved_by_the_boxes_they_make(
         check_array(pc.load(folder, {"w": array}, reshard=True)["w"], original, sharding)
 
 
+def test_a_sharding_without_a_mesh_that_cannot_cut_a_leaf_is_refused_by_path(
+    tmp_path: Path,
+) -> None:
+    pc.save(tmp_path, {"w": numbered((6, 4))})
+    for sharding in other_shardings():
+        target = {"w": jax.ShapeDtypeStruct((6, 4), np.float32, sharding=sharding)}
+        with pytest.raises(pc.UnsupportedLeafError, match=r"w  .*6") as error:
+            pc.load(tmp_path, target, reshard=True)
+        assert [path for path, _ in error.value.leaves] == ["w"]
+
+
 def test_this_jax_has_a_sharding_without_a_mesh() -> None:
     assert list(other_shardings())

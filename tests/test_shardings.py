@@ -239,6 +239,9 @@ def test_specs_that_do_not_say_what_a_shard_holds_are_refused() -> None:
     sums = P("data", unreduced={"model"})
     with pytest.raises(jax_shardings.UnsupportedShardingError, match="partial sums"):
         jax_shardings.describe(NamedSharding(mesh, sums), (8,))
+    gradients = P("data", reduced={"model"})
+    with pytest.raises(jax_shardings.UnsupportedShardingError, match="is reduced"):
+        jax_shardings.describe(NamedSharding(mesh, gradients), (8,))
     open_to_jax = P(P.UNCONSTRAINED)
     with pytest.raises(jax_shardings.UnsupportedShardingError, match="not an axis"):
         jax_shardings.describe(NamedSharding(mesh, open_to_jax), (8,))

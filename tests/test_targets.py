@@ -22,6 +22,7 @@ from jax.sharding import (
 )
 
 import pytree_ckpt as pc
+from tests.bitwise import assert_same
 
 P = PartitionSpec
 F32 = np.float32
@@ -248,7 +249,14 @@ def test_values_per_process_come_back_in_their_wrapper(tmp_path: Path) -> None:
         assert found == {"it": pc.PerProcess({"at": 3})}
 
 
-@pytest.mark.parametrize("leaf", [object(), {1, 2}, lambda x: x, np.array(["a"])])
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        *(object(), {1, 2}, lambda x: x, np.array(["a"])),
+        struct(jax.export.symbolic_shape("rows, 3")),
+    ],
+    ids=lambda leaf: type(leaf).__name__,
+)
 def test_a_target_that_asks_for_nothing_storable_is_refused_with_its_path(
     tmp_path: Path, leaf: Any
 ) -> None:
@@ -743,11 +751,26 @@ def test_weak_types_are_kept_without_a_target_and_are_the_targets_with_one(
     found = pc.load(tmp_path)
     assert same(found["a"], weak)
     assert same(found["b"], strong)
+    # It is also weak to the cache of a function that was compiled for a strong one.
+    identity = jax.jit(lambda x: x)
+    assert [identity(x).weak_type for x in (strong, found["a"])] == [False, True]
     found = pc.load(tmp_path, {"a": strong, "b": weak})
     assert same(found["a"], strong)
     assert same(found["b"], weak)
     found = pc.load(tmp_path, jax.eval_shape(lambda: {"a": jnp.asarray(2.0), "b": strong}))
     assert (found["a"].weak_type, found["b"].weak_type) == (True, False)
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=str)
+def test_a_weakly_typed_array_stays_in_the_memory_that_it_was_saved_from(
+    tmp_path: Path, mesh_8: Mesh, spec: PartitionSpec
+) -> None:
+    on_host = NamedSharding(mesh_8, spec, memory_kind="pinned_host")
+    weak = jax.device_put(jnp.full(8, 2), on_host)
+    assert weak.weak_type
+    pc.save(tmp_path, {"w": weak})
+    for target in (None, {"w": weak}):
+        assert same(pc.load(tmp_path, target)["w"], weak)
 
 
 def test_uncommitted_arrays_stay_uncommitted_and_committed_ones_committed(
@@ -771,6 +794,9 @@ def test_uncommitted_arrays_stay_uncommitted_and_committed_ones_committed(
         for name in ("free", "bound", "home"):
             assert same(found[name], state[name])
         assert not found["key"].committed
+    with jax.default_device("cpu"):
+        for target in (state, placed):
+            assert same(pc.load(tmp_path, target)["free"], state["free"])
     swapped = {**state, "free": state["bound"], "bound": state["free"]}
     found = pc.load(tmp_path, swapped)
     assert same(found["free"], state["bound"])
@@ -842,6 +868,44 @@ def test_save_and_load_work_while_a_mesh_is_set(tmp_path: Path, kind: AxisType) 
         np.testing.assert_array_equal(jax.random.key_data(found["keys"]), jax.random.key_data(keys))
     with jax.set_mesh(mesh):
         assert pc.load(tmp_path, reshard=True)["w"].shape == (8, 4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_save_and_load_work_while_a_mesh_of_other_devices_is_set(
+    tmp_path: Path, mesh_8: Mesh, kind: AxisType
+) -> None:
+    one, rows = jax.devices()[1], NamedSharding(mesh_8, P("data"))
+    state = {
+        "w": jax.device_put(np.arange(8, dtype=F32), rows),
+        "weak": jax.device_put(jnp.asarray(2.0), one),
+        "key": jax.device_put(jax.random.key(0), one),
+        "keys": jax.device_put(jax.random.split(jax.random.key(0), 8), rows),
+        "free": jnp.asarray(2.0),
+    }
+    with jax.set_mesh(Mesh(np.array(jax.devices()[4:]), ("x",), axis_types=(kind,))):
+        pc.save(tmp_path / "ckpt", state)
+        pc.save_async(tmp_path / "background", state).result()
+        for path in (tmp_path / "ckpt", tmp_path / "background"):
+            assert_same(pc.load(path), state)
+            assert_same(pc.load(path, state), state)
+
+
+def test_what_a_traced_function_closes_over_is_saved_and_loaded(
+    tmp_path: Path, array: jax.Array
+) -> None:
+    state = {"w": array, "free": jnp.asarray(2.0), "key": jax.random.key(0), "step": 3}
+    found = []
+
+    @jax.jit
+    def traced(x: jax.Array) -> jax.Array:
+        pc.save(tmp_path / "ckpt", state)
+        pc.save_async(tmp_path / "background", state).result()
+        found.extend([pc.load(tmp_path / "ckpt"), pc.load(tmp_path / "background", state)])
+        return x + found[0]["free"]
+
+    assert traced(1.0) == 3.0
+    for loaded in found:
+        assert_same(loaded, state)
 
 
 def test_a_weakly_typed_nan_is_loaded_where_jax_looks_for_nans(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class HostViews:
 def _started(shards: Mapping[int, jax.Array]) -> dict[int, Any]:
     """Copies of shards of an accelerator, on their way to the host or there."""
     (device,) = shards[min(shards)].devices()
-    with jax.transfer_guard("allow"):
+    with jax.transfer_guard("allow"), jax.ensure_compile_time_eval():
         if any(memory.kind == _PINNED for memory in device.addressable_memories()):
             # Arrays of their own: JAX sees to it that a later donation of the shards comes later.
             places = [

@@ -54,7 +54,8 @@ def data_shape(impl: str) -> tuple[int, ...]:
 
 def data_of(keys: jax.Array) -> jax.Array:
     """The key data: `uint32`, with the dimensions of one key at the end."""
-    data: jax.Array = jax.random.key_data(keys)
+    with jax.ensure_compile_time_eval():  # Inside of jit it would be a tracer.
+        data: jax.Array = jax.random.key_data(keys)
     return data
 
 

@@ -114,11 +114,18 @@ def finish(array: jax.Array, *, key_impl: str | None, weak_type: bool) -> jax.Ar
     """Keys from key data; the weak type that a Python scalar gave an array."""
     if key_impl is not None:
         return keys.wrap(array, key_impl)
-    if weak_type and not array.weak_type:
-        # No public function makes an array of any shape weakly typed.
-        from jax._src.lax.lax import _convert_element_type
+    return _weakly_typed(array) if weak_type and not array.weak_type else array
 
-        with jax.debug_nans(False), jax.debug_infs(False):  # It changes no element.
-            weak: jax.Array = _convert_element_type(array, weak_type=True)
-        return weak
-    return array
+
+def _weakly_typed(array: jax.Array) -> jax.Array:
+    """An array of the same buffers that is weakly typed.
+
+    No public function makes one of any shape, and the result of an operation would leave the
+    memory that the array is in.
+    """
+    of_class: Any = type(array)
+    shards = [shard.data for shard in array.addressable_shards]
+    weak: jax.Array = of_class(
+        array.aval.update(weak_type=True), array.sharding, shards, committed=array.committed
+    )
+    return weak

@@ -22,8 +22,8 @@ def describe(sharding: Any, shape: Shape) -> Sharding:
     """The plain form of a sharding on concrete devices.
 
     Raises:
-        UnsupportedShardingError: Axis names that are not text, unreduced axes, or boxes that
-            make no regular grid.
+        UnsupportedShardingError: Axis names that are not text, unreduced or reduced axes, or
+            boxes that make no regular grid.
     """
     if isinstance(sharding, NamedSharding):
         return Named(
@@ -54,6 +54,10 @@ def describe_mesh(mesh: Any) -> Mesh:
 def _spec(spec: PartitionSpec) -> Spec:
     if getattr(spec, "unreduced", None):
         raise UnsupportedShardingError(f"{spec} is unreduced: its shards are partial sums")
+    if getattr(spec, "reduced", None):
+        raise UnsupportedShardingError(
+            f"{spec} is reduced, which no checkpoint says of an array: jax.reshard it without"
+        )
     entries: list[tuple[str, ...]] = []
     for entry in spec:
         if entry is None:
@@ -76,7 +80,10 @@ def _memory_kind(sharding: Any, device: Any) -> str | None:
 def _tiled(sharding: Any, shape: Shape) -> Tiled:
     """A sharding of another class by the boxes it makes."""
     name = type(sharding).__name__
-    where = sharding.devices_indices_map(shape)
+    try:
+        where = sharding.devices_indices_map(shape)
+    except ValueError as error:
+        raise UnsupportedShardingError(str(error)) from None
     boxes = {device: box_of(index, shape) for device, index in where.items()}
     first = min(boxes.values(), key=lambda box: box.start)
     cell = tuple(max(extent, 1) for extent in first.shape)
@@ -189,7 +196,9 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
 
 def is_default(sharding: Any) -> bool:
     """Whether it is where JAX puts an array that is to be nowhere in particular."""
-    device: Any = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+    device: Any = getattr(jax.config, "jax_default_device", None)
+    if device is None or isinstance(device, str):  # the name of a platform
+        device = jax.local_devices(backend=device)[0]
     return (
         isinstance(sharding, SingleDeviceSharding)
         and sharding.device_set == {device}

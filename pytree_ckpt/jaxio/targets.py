@@ -103,6 +103,8 @@ def _describe(leaf: Any, mesh: jax.sharding.Mesh | None) -> Target:
 
 
 def _describe_jax(leaf: Any, mesh: jax.sharding.Mesh | None) -> Target:
+    if not all(isinstance(extent, (int, np.integer)) for extent in leaf.shape):
+        raise TypeError(f"the target has the shape {leaf.shape} here, which is not all numbers")
     shape = tuple(map(int, leaf.shape))
     is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
     sharding = _concrete(leaf.sharding, mesh)

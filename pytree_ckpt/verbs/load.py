@@ -92,6 +92,8 @@ def load(
     with ExitStack() as held:
         # Who calls this asks for transfers; a guard is against those that nobody asked for.
         held.enter_context(jax.transfer_guard("allow"))
+        # Inside of jit arrays would be tracers, which nobody can wait for.
+        held.enter_context(jax.ensure_compile_time_eval())
         session = None
         if options.striped and processes.process_count() > 1:
             session = Session(f"the load of {path}", timeout_s=options.timeout_s)
