@@ -179,6 +179,11 @@ def test_what_is_read_is_the_callers_own(ckpt: pc.Checkpoint) -> None:
         np.testing.assert_array_equal(ckpt[name], ARRAYS[name])
 
 
+def test_an_array_that_must_not_be_copied_is_a_value_error_as_in_numpy(ckpt: pc.Checkpoint) -> None:
+    with pytest.raises(ValueError, match="without a copy"):
+        np.asarray(ckpt["rows"], copy=False)
+
+
 def test_a_small_array_does_not_keep_the_memory_of_its_neighbours(tmp_path: Path) -> None:
     pc.save(tmp_path, {f"leaf{n}": np.arange(100.0) for n in range(500)})
     with pc.open(tmp_path) as ckpt:

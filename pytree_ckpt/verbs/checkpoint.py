@@ -199,6 +199,8 @@ class StoredArray:
         return self._checkpoint.read_box(self.leaf, self.spec, box)[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("an array in a checkpoint cannot be had without a copy: it is read")
         found = self._checkpoint.read_box(self.leaf, self.spec, whole(self.shape))
         return found if dtype is None else found.astype(dtype, copy=False)
 
