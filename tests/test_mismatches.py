@@ -232,6 +232,7 @@ def test_a_leaf_where_a_container_was_saved_says_so(tmp_path: Path, target: Any,
     error = refusal(tmp_path, target)
     assert f"  {at}  one leaf in the target, a container in the checkpoint\n" in str(error)
     assert "Ask for the kind of leaf and container that was saved." in error.remedy
+    assert "containers without leaves" not in error.remedy
 
 
 @pytest.mark.parametrize(
@@ -256,6 +257,9 @@ def test_nodes_without_leaves_are_structure_too(tmp_path: Path, saved: Any, want
     error = refusal(tmp_path, {"a": 0, "tree": wanted})
     assert all(m.path.startswith("tree") for m in error.mismatches)
     assert {m.kind for m in error.mismatches} <= {"missing", "extra", "structure"}
+    assert "With partial=True containers without leaves may differ." in error.remedy
+    if "missing" not in {m.kind for m in error.mismatches}:
+        assert pc.load(tmp_path, {"a": 0, "tree": wanted}, partial=True)["a"] == 1
 
 
 def saved_by_processes(path: Path, count: int) -> None:

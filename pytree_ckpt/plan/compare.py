@@ -332,6 +332,8 @@ def remedy(mismatches: Sequence[Mismatch]) -> str:
         advice.append("Shapes are never changed.")
     if kinds & {"kind", "key impl", "structure"}:
         advice.append("Ask for the kind of leaf and container that was saved.")
+    if any(m.kind == "structure" and (m.saved or m.wanted) for m in mismatches):
+        advice.append("With partial=True containers without leaves may differ.")
     return " ".join(advice)
 
 

@@ -300,4 +300,8 @@ def _named(item: Item) -> Iterator[None]:
     except ValueError as error:
         text = f"dtype: cannot be cast, {error}"
         wrong = Mismatch(path=item.leaf.text, kind="dtype", text=text)
-        raise MismatchError([wrong], leaves=1, remedy="Ask for the dtype it has.") from None
+        title = (
+            "a leaf does not fit the target; others that are to be cast may not have been read yet"
+        )
+        remedy = "Ask for the dtype it has."
+        raise MismatchError([wrong], leaves=1, remedy=remedy, title=title) from None

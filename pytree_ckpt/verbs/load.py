@@ -49,8 +49,9 @@ def load(
     Args:
         path: The folder of the checkpoint.
         target: A tree of `jax.ShapeDtypeStruct`s (with shardings), arrays or Python scalars.
-            Each leaf comes back as its target's kind, the tree as the target's classes. Without
-            one: builtin containers, arrays on the saved mesh rebuilt from the devices at hand.
+            Each leaf comes back as its target's kind, the tree as the target's classes, arrays in
+            the default layout of memory whatever `Format` they have there. Without a target:
+            builtin containers, arrays on the saved mesh rebuilt from the devices at hand.
         mesh: Mesh for what the target leaves open: saved specs, and abstract meshes.
         reshard: Allow another mesh, partition spec, memory kind or process count. Without `mesh`
             all goes to the default device if there is no target, and what a target leaves open
