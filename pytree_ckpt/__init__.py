@@ -95,36 +95,36 @@ __all__ = [
 ]
 
 _HOME = {
-    "open": ("verbs.checkpoint", "open_checkpoint"),
-    **dict.fromkeys(("Checkpoint", "StoredArray"), ("verbs.checkpoint", None)),
-    "read_manifest": ("verbs.manifest", None),
-    **dict.fromkeys(("DiffReport", "diff"), ("verbs.diff", None)),
-    **dict.fromkeys(("load",), ("verbs.load", None)),
-    **dict.fromkeys(("save", "save_async"), ("verbs.save", None)),
-    **dict.fromkeys(("export_npz", "import_npz"), ("interop.npz", None)),
-    "import_orbax": ("interop.orbax", None),
-    **dict.fromkeys(("export_safetensors", "import_safetensors"), ("interop.safetensors", None)),
-    "PendingSave": ("verbs.pending", None),
-    **dict.fromkeys(("latest_step", "step_path", "steps"), ("verbs.steps", None)),
-    "require": ("verbs.require", None),
-    "plan_restructure": ("verbs.restructure", None),
-    **dict.fromkeys(("LoadOptions", "SaveOptions"), ("options", None)),
-    "CheckpointManager": ("verbs.manager", None),
-    "Preempted": ("verbs.preemption", None),
-    **dict.fromkeys(("ConvertReport", "convert"), ("verbs.convert", None)),
-    "Layout": ("plan.layouts", None),
-    "Keep": ("plan.retention", None),
-    **dict.fromkeys(("VerifyReport", "verify"), ("verbs.verify", None)),
-    "Manifest": ("format.manifest", None),
-    "PerProcess": ("format.per_process", None),
+    **dict.fromkeys(("Checkpoint", "StoredArray", "open"), "verbs.checkpoint"),
+    **dict.fromkeys(("ConvertReport", "convert"), "verbs.convert"),
+    **dict.fromkeys(("DiffReport", "diff"), "verbs.diff"),
+    **dict.fromkeys(("LoadOptions", "SaveOptions"), "options"),
+    **dict.fromkeys(("VerifyReport", "verify"), "verbs.verify"),
+    **dict.fromkeys(("export_npz", "import_npz"), "interop.npz"),
+    **dict.fromkeys(("export_safetensors", "import_safetensors"), "interop.safetensors"),
+    **dict.fromkeys(("latest_step", "step_path", "steps"), "verbs.steps"),
+    **dict.fromkeys(("save", "save_async"), "verbs.save"),
+    "CheckpointManager": "verbs.manager",
+    "Keep": "plan.retention",
+    "Layout": "plan.layouts",
+    "Manifest": "format.manifest",
+    "PendingSave": "verbs.pending",
+    "PerProcess": "format.per_process",
+    "Preempted": "verbs.preemption",
+    "import_orbax": "interop.orbax",
+    "load": "verbs.load",
+    "plan_restructure": "verbs.restructure",
+    "read_manifest": "verbs.manifest",
+    "require": "verbs.require",
 }
+"""The module of each name that is no error."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOME.get(name, ("errors", None))
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
+    module = importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}")
+    value = getattr(module, "open_checkpoint" if name == "open" else name)
     globals()[name] = value
     return value
 

@@ -54,16 +54,15 @@ def describe(tree: Any) -> Described:
         UnsupportedLeafError: Leaves that cannot be saved, all of them, each with the reason.
     """
     flat = trees.flatten(tree)
-    paths = flat.paths
     found = _Leaves()
     for index, leaf in enumerate(flat.leaves):
-        found.enter(index, leaf, paths[index])
+        found.enter(index, leaf, flat.paths[index])
     refused = [*flat.refused, *found.refused]
     if refused:
         raise UnsupportedLeafError(refused)
     return Described(
         tree=flat.tree,
-        paths=paths,
+        paths=flat.paths,
         forms=tuple(found.forms),
         codes=found.codes,
         arrays=found.arrays,

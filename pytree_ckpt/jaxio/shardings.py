@@ -150,12 +150,6 @@ def rebuild_mesh(mesh: Mesh) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=types)
 
 
-def rebuild_spec(spec: Spec) -> PartitionSpec:
-    """The partition spec of a plain spec."""
-    entries: list[Any] = [None if not e else e[0] if len(e) == 1 else tuple(e) for e in spec]
-    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
-
-
 def named(mesh: jax.sharding.Mesh, sharding: Named) -> NamedSharding:
     """A saved spec and memory kind on a mesh.
 
@@ -167,7 +161,9 @@ def named(mesh: jax.sharding.Mesh, sharding: Named) -> NamedSharding:
     lacking = [axis for axes in sharding.spec for axis in axes if axis not in mesh.axis_names]
     if lacking:
         raise ValueError(f"the mesh has no axis {lacking[0]!r}, but {mesh.axis_names}")
-    return NamedSharding(mesh, rebuild_spec(sharding.spec), memory_kind=sharding.memory_kind)
+    entries: list[Any] = [e if len(e) > 1 else e[0] if e else None for e in sharding.spec]
+    spec = PartitionSpec(*entries)  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def check_mesh(mesh: object) -> None:

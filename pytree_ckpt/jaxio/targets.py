@@ -17,6 +17,8 @@ from pytree_ckpt.format.trees import Tree
 from pytree_ckpt.jaxio import keys, shardings, trees
 from pytree_ckpt.plan.compare import Want
 
+_PYTHON: dict[type, Any] = {t: t.__name__ for t in (bool, int, float, complex, str, bytes)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -50,14 +52,13 @@ def describe_target(target: Any, *, mesh: jax.sharding.Mesh | None) -> TargetTre
         UnsupportedLeafError: Leaves that ask for nothing that a checkpoint can give.
     """
     flat = trees.flatten(target)
-    paths = flat.paths
     leaves: list[Target] = []
     refused = list(flat.refused)
     mismatches: list[Mismatch] = []
     if mesh is not None:
         shardings.check_mesh(mesh)
     concrete = mesh if mesh is not None else shardings.ambient_mesh()
-    for path, leaf in zip(paths, flat.leaves, strict=True):
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         try:
             leaves.append(_describe(leaf, concrete))
         except _AbstractMeshError as error:
@@ -86,16 +87,8 @@ def _describe(leaf: Any, mesh: jax.sharding.Mesh | None) -> Target:
         return Target(want=Want(kind="numpy", shape=leaf.shape, dtype=_dtype_name(leaf.dtype)))
     if isinstance(leaf, PerProcess):
         return Target(want=Want(kind="process"))
-    kinds: dict[type, Any] = {
-        bool: "bool",
-        int: "int",
-        float: "float",
-        complex: "complex",
-        str: "str",
-        bytes: "bytes",
-    }
-    if type(leaf) in kinds:
-        return Target(want=Want(kind=kinds[type(leaf)]))
+    if type(leaf) in _PYTHON:
+        return Target(want=Want(kind=_PYTHON[type(leaf)]))
     raise TypeError(
         f"the target has a {type(leaf).__qualname__} here; a target leaf is a ShapeDtypeStruct, "
         "an array, a number, str, bytes or PerProcess (eqx.filter leaves out the rest)"
@@ -155,8 +148,7 @@ def as_saved(leaf: Leaf) -> Target:
     if leaf.per_process:
         return Target(want=Want(kind="process"))
     if spec is None:
-        kinds: dict[type, Any] = {t: t.__name__ for t in (bool, int, float, complex, str, bytes)}
-        return Target(want=Want(kind=kinds[type(leaf.value)]))
+        return Target(want=Want(kind=_PYTHON[type(leaf.value)]))
     return Target(
         want=Want(
             kind=spec.kind, shape=spec.logical_shape, dtype=spec.dtype, key_impl=spec.key_impl

@@ -113,39 +113,26 @@ def _kinds(path: Path) -> str:
 
 def _containers(saved: Restructured, wanted: Tree, *, partial: bool) -> list[Mismatch]:
     """Empty containers and Nones, which no leaf path shows."""
-    if saved.containers == wanted:
+    if partial or saved.containers == wanted:
         return []
     have = saved.containers.empties() if isinstance(saved.containers, Tree) else saved.containers
     want = wanted.empties()
     found = []
-    for path, kind in want.items():
-        if have.get(path) != kind and not partial:
-            was = have.get(path)
-            saved_as = "not" if was is None else _empty(was)
+    for path in {**want, **have}:
+        was, kind = have.get(path), want.get(path)
+        if was != kind:
+            text = f"{_empty(kind)} in the target, {_empty(was)} in the checkpoint"
+            if kind is None:
+                text = f"{_empty(was)} in the checkpoint, not in the target"
             found.append(
-                Mismatch(
-                    path=to_text(path),
-                    kind="structure",
-                    text=f"{_empty(kind)} in the target, {saved_as} in the checkpoint",
-                    saved=was,
-                    wanted=kind,
-                )
+                Mismatch(path=to_text(path), kind="structure", text=text, saved=was, wanted=kind)
             )
-    if not partial:
-        found += [
-            Mismatch(
-                path=to_text(path),
-                kind="structure",
-                text=f"{_empty(kind)} in the checkpoint, not in the target",
-                saved=kind,
-            )
-            for path, kind in have.items()
-            if path not in want
-        ]
     return found
 
 
-def _empty(kind: str) -> str:
+def _empty(kind: str | None) -> str:
+    if kind is None:
+        return "not"
     return "None" if kind == "none" else f"an empty {kind} node"
 
 
