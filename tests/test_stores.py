@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -433,7 +434,11 @@ def test_the_environment_says_where_and_who(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = objects.bucket("s3", "bucket", env={**env, "AWS_REGION": "eu-north-1"})
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {**env, "AWS_REGION": "eu-north-1"}.items():
+        monkeypatch.setenv(name, value)
+    found = objects.bucket("s3", "bucket")
     spec = found.store.spec(retain_context=True).to_json()
     assert found.where == where
     assert spec["aws_region"] == "eu-north-1"

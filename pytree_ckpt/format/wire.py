@@ -52,11 +52,7 @@ def decode(data: bytes, *, what: str) -> Any:
             max_ext_len=0,
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise FormatError(f"{what} is not valid: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+        raise FormatError(f"{what} is not valid: {str(error) or type(error).__name__}") from None
 
 
 def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -101,7 +101,8 @@ def compare_manifests(a: Manifest, b: Manifest) -> tuple[list[Difference], list[
             differences.append(_difference(text, "removed", leaf.describe(), None))
             continue
         differences += _compare_leaves(leaf, other)
-        if leaf.spec and other.spec and _comparable(leaf.spec, other.spec):
+        one, two = leaf.spec, other.spec
+        if one and two and one.shape == two.shape and (one.kind == "key") == (two.kind == "key"):
             pairs.append(Pair(a=leaf, b=other))
     differences += [
         _difference(text, "added", None, leaf.describe())
@@ -155,10 +156,6 @@ def _compare_leaves(a: Leaf, b: Leaf) -> Iterator[Difference]:
 def _kind(spec: ArraySpec) -> str:
     words = [spec.kind, *(["weakly typed"] if spec.weak_type else [])]
     return ", ".join([*words, *([] if spec.committed else ["uncommitted"])])
-
-
-def _comparable(one: ArraySpec, other: ArraySpec) -> bool:
-    return one.shape == other.shape and (one.kind == "key") == (other.kind == "key")
 
 
 def _compare_maps(name: str, a: Any, b: Any) -> Iterator[Difference]:

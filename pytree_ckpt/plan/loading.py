@@ -237,9 +237,12 @@ def _units(boxes: Sequence[Box], reads: Sequence[ChunkRead]) -> tuple[ReadUnit, 
     of_unit: dict[int, list[ChunkRead]] = {at: [] for at in members}
     for read, user in zip(reads, touched, strict=True):
         of_unit[find(user)].append(read)
-    return tuple(_unit(members[at], of_unit[at], boxes) for at in members)
-
-
-def _unit(numbers: list[int], reads: list[ChunkRead], boxes: Sequence[Box]) -> ReadUnit:
-    direct = len(numbers) == 1 == len(reads) and reads[0].box == boxes[numbers[0]]
-    return ReadUnit(boxes=tuple(numbers), reads=tuple(reads), is_direct=direct)
+    return tuple(
+        ReadUnit(
+            boxes=tuple(numbers),
+            reads=tuple(of_unit[at]),
+            is_direct=len(numbers) == 1 == len(of_unit[at])
+            and of_unit[at][0].box == boxes[numbers[0]],
+        )
+        for at, numbers in members.items()
+    )

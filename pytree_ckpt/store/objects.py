@@ -7,7 +7,7 @@ import errno
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +103,7 @@ def _below(prefix: str) -> ts.KvStore.KeyRange:
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._\-]{1,221}[a-z0-9]", re.ASCII)
 
 
-def bucket(scheme: str, name: str, *, env: Mapping[str, str] = os.environ) -> Objects:
+def bucket(scheme: str, name: str) -> Objects:
     """The objects of a bucket of `s3`, `gs` or `memory`; nothing is asked of it yet.
 
     `memory` has one bucket, of this process, for tests.
@@ -121,7 +121,7 @@ def bucket(scheme: str, name: str, *, env: Mapping[str, str] = os.environ) -> Ob
         # connection and then says nothing would hold a save for good.
         os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", _STALLED_S)
         os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
-        spec, settings, where = (_s3 if scheme == "s3" else _gcs)(name, env)
+        spec, settings, where = (_s3 if scheme == "s3" else _gcs)(name)
         context = ts.Context(settings)
     with storage_errors(f"opening {url}"):
         return Objects(url, where, ts.KvStore.open(spec, context=context).result())
@@ -133,15 +133,15 @@ def _memory() -> ts.Context:
     return ts.Context({"memory_key_value_store": {}})
 
 
-def _s3(name: str, env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    endpoint = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
-    region = env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
+def _s3(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     spec: dict[str, Any] = {"driver": "s3", "bucket": name, "use_conditional_write": True}
     if endpoint:
         spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region or "us-east-1"}
     elif region:
         spec["aws_region"] = region
-    settings = {"s3_request_retries": _RETRIES, "aws_credentials": {"type": _credentials(env)}}
+    settings = {"s3_request_retries": _RETRIES, "aws_credentials": {"type": _credentials(endpoint)}}
     return spec, settings, f"at {endpoint}" if endpoint else ""
 
 
@@ -155,19 +155,17 @@ _ELSEWHERE = (
 )
 
 
-def _credentials(env: Mapping[str, str]) -> str:
+def _credentials(endpoint: str | None) -> str:
     """How to find credentials; a store of one's own, without any, is asked anonymously."""
-    if env.get("AWS_ACCESS_KEY_ID"):
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
         return "environment"
-    has_files = any(
-        os.path.exists(os.path.expanduser(f"~/.aws/{n}")) for n in ("credentials", "config")
-    )
-    own = env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
-    return "anonymous" if own and not has_files and not any(map(env.get, _ELSEWHERE)) else "default"
+    files = (os.path.expanduser(f"~/.aws/{name}") for name in ("credentials", "config"))
+    has_some = any(map(os.path.exists, files)) or any(map(os.environ.get, _ELSEWHERE))
+    return "anonymous" if endpoint and not has_some else "default"
 
 
-def _gcs(name: str, env: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any], str]:
-    emulator = env.get("STORAGE_EMULATOR_HOST")
+def _gcs(name: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
     if emulator:
         # TensorStore takes the endpoint of GCS from nowhere else.
         url = emulator if "://" in emulator else f"http://{emulator}"

@@ -205,7 +205,10 @@ class Assembly:
             elif pending.layout is None:
                 loose.append((pending, 0, None, buffer))
             else:
-                placed.append(self._finish(pending, _from_boxes(pending, pending.layout)))
+                array = placing.from_boxes(
+                    pending.spec.shape, pending.item.sharding, pending.layout, pending.boxes
+                )
+                placed.append(self._finish(pending, array))
             pending.boxes = []
         arrays = placing.put([entry[3] for entry in loose], [entry[2] for entry in loose])
         for (pending, at, place, _), array in zip(loose, arrays, strict=True):
@@ -262,10 +265,6 @@ class Assembly:
                 )
                 self._finish(pending, array)
         return self._results
-
-
-def _from_boxes(pending: _Pending, layout: placing.Layout) -> jax.Array:
-    return placing.from_boxes(pending.spec.shape, pending.item.sharding, layout, pending.boxes)
 
 
 def _as_wanted(pending: _Pending, buffer: Array) -> Array:

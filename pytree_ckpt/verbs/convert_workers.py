@@ -47,16 +47,11 @@ def _run_process(text: str) -> None:
     from pytree_ckpt.verbs.convert import convert
 
     settings = json.loads(text)
-    layout = settings.pop("layout")
-    options = SaveOptions(**settings.pop("options"))
-    convert(
-        settings.pop("src"),
-        settings.pop("dst"),
-        layout=Layout(**layout) if isinstance(layout, dict) else layout,
-        process=tuple(settings.pop("process")),
-        options=options,
-        **settings,
-    )
+    if isinstance(settings["layout"], dict):
+        settings["layout"] = Layout(**settings["layout"])
+    settings["process"] = tuple(settings["process"])
+    settings["options"] = SaveOptions(**settings["options"])
+    convert(**settings)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ class CheckpointManager:
         """Whether `save(step, ...)` would save now."""
         checked_step(step)
         schedule = self._schedule
-        if schedule.takes_all() or self._notice.came() or schedule.has(step):
+        if schedule.has(step) or self._notice.came():
             return True
         return schedule.every_seconds is not None and self._decided(
             "whether it is time", schedule.is_time

@@ -25,19 +25,16 @@ class Schedule:
         self.every_seconds = every_seconds
         self._last = time.monotonic()
 
-    def takes_all(self) -> bool:
-        """Whether there is no rule, so that every step is due."""
-        return self.every is None and self.every_seconds is None
-
     def has(self, step: int) -> bool:
-        """Whether a step is due by its number."""
-        return self.every is not None and step % self.every == 0
+        """Whether a step is due by its number, as every one is where there is no rule."""
+        if self.every is None:
+            return self.every_seconds is None
+        return step % self.every == 0
 
     def is_time(self) -> bool:
         """Whether a step is due by time."""
-        return (
-            self.every_seconds is not None and time.monotonic() - self._last >= self.every_seconds
-        )
+        seconds = self.every_seconds
+        return seconds is not None and time.monotonic() - self._last >= seconds
 
     def rules(self) -> list[str]:
         """What it was made with, as it was written."""
