@@ -1,5 +1,6 @@
 """A converted checkpoint loads as the original does with `reshard=True`, bit for bit."""
 
+import concurrent.futures
 import itertools
 import json
 import signal
@@ -18,9 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import pytree_ckpt as pc
 from pytree_ckpt.format.shardings import Named
 from pytree_ckpt.plan import chunking, converting
-from pytree_ckpt.store import disk
+from pytree_ckpt.store import disk, journal
 from tests.bitwise import assert_same
 from tests.conftest import make_mesh
+from tests.gates import PATIENCE_S, Gate
 
 P = PartitionSpec
 
@@ -302,6 +304,80 @@ def test_processes_of_a_launcher_commit_together(src: Path) -> None:
     target = state({"data": 2, "model": 4}, "data", "model")
     assert_same(pc.load(dst, target), pc.load(src, target, reshard=True))
     assert len(pc.read_manifest(dst).tables) == 3
+    assert pc.verify(dst).ok
+
+
+def part_of(src: Path, number: int, **settings: Any) -> pc.Manifest:
+    """The part of one of two processes, here in this one."""
+    layout = pc.Layout(mesh={"data": 2, "model": 4})
+    dst = src.with_name("dst")
+    report = pc.convert(src, dst, layout=layout, process=(number, 2), **settings)
+    assert report.manifest is not None
+    return report.manifest
+
+
+@pytest.mark.parametrize("moment", ["created", "written"])
+def test_nothing_is_committed_before_what_the_others_wrote_is_durable(
+    src: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The table of the other one has its name before it has its bytes, and before they last."""
+    gate, create, sync = Gate(), disk.create, disk.fsync_dir
+
+    def gated_create(path: Path | str) -> int:
+        fd = create(path)
+        if moment == "created" and str(path).endswith("tables/00001.msgpack"):
+            gate.pass_through()
+        return fd
+
+    def gated_sync(path: Path) -> None:
+        if moment == "written" and (path.parent / "tables/00001.msgpack").exists():
+            gate.pass_through()
+        sync(path)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "create", gated_create)
+            patch.setattr(disk, "fsync_dir", gated_sync)
+            other = pool.submit(part_of, src, 1, timeout_s=PATIENCE_S)
+            gate.wait_until_reached()
+        try:
+            with pytest.raises(pc.PeerTimeoutError, match=r"processes \[1\]"):
+                part_of(src, 0, timeout_s=0.3)
+            assert not src.with_name("dst").joinpath("manifest.msgpack").exists()
+        finally:
+            gate.open()
+        assert part_of(src, 0) == other.result()
+    assert pc.verify(src.with_name("dst")).ok
+
+
+def test_a_process_that_comes_late_leaves_alone_what_is_committed_already(
+    src: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it finished in an earlier run was all that the others waited for."""
+    dst = src.with_name("dst")
+    with pytest.raises(pc.PeerTimeoutError):
+        part_of(src, 1, timeout_s=0.3)
+    gate, begin = Gate(), journal.Journal.__init__
+
+    def late(self: journal.Journal, data: Path, process: int) -> None:
+        if process:
+            gate.pass_through()
+        begin(self, data, process)
+
+    def seen() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for file in dst.rglob("*") if file.is_file()}
+
+    monkeypatch.setattr(journal.Journal, "__init__", late)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(part_of, src, 1, timeout_s=PATIENCE_S)
+        gate.wait_until_reached()
+        try:
+            made = part_of(src, 0)
+            before = seen()
+        finally:
+            gate.open()
+        assert other.result() == made
+    assert seen() == before
     assert pc.verify(dst).ok
 
 

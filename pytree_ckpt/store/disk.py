@@ -29,6 +29,15 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def fsync_file(path: Path | str) -> None:
+    """Make a file durable that was written before, but for its folder; links are not followed."""
+    fd = open_file(path)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def fsync_above(path: Path, *, made: Collection[Path]) -> None:
     """Make the entries that lead to a folder durable, as far up as this user can have made them.
 

@@ -1,5 +1,6 @@
 """What a long conversion has written already, kept beside the data, so that it can go on later."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 import msgpack
 
 from pytree_ckpt.errors import CheckpointError, FormatError
+from pytree_ckpt.store import disk
 
 JOURNALS = "unfinished"
 """Folder of the journals in a data folder; it is gone before the commit."""
@@ -19,12 +21,19 @@ Key = tuple[int, int]
 _CHECK_NBYTES = 8
 
 
+def done_file(data: Path, process: int) -> Path:
+    """There once all that a process writes is durable, which its table alone does not say."""
+    return data / JOURNALS / f"{process:05d}.done"
+
+
 class Journal:
     """The digests of finished files, by what they hold; a record follows the bytes of its file.
 
     A record that was cut off, or says what is not so (a power cut may take a name whose folder
     was not synced yet), costs that its file is written again: `keep` takes only what reads back
     with these digests. Each process has one, and nobody else meanwhile.
+
+    Who opens it is not done, whatever an earlier run was, so that process 0 waits.
 
     Raises:
         CheckpointError: Another process has it.
@@ -36,12 +45,19 @@ class Journal:
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._found = dict(_records(file.read_bytes()))
+            self._done = done_file(data, process)
+            if self._done.exists():
+                self._done.unlink(missing_ok=True)
+                disk.fsync_dir(file.parent)
         except BlockingIOError:
             os.close(self._fd)
             raise CheckpointError(
                 f"the same conversion is under way in another process, which holds {file}"
             ) from None
-        self._found = dict(_records(file.read_bytes()))
+        except BaseException:
+            self.close()
+            raise
 
     def digests(self, key: Key) -> bytes | None:
         """The digests of what is finished, None if it is not."""
@@ -59,8 +75,15 @@ class Journal:
         self._found[key] = digests
         os.write(self._fd, _record(key, digests))
 
+    def tell_done(self) -> None:
+        """Let process 0 commit, as far as it depends on this process: all is durable."""
+        with contextlib.suppress(FileNotFoundError):  # it commits what an earlier run had done
+            disk.write_new(self._done, b"")
+
     def close(self) -> None:
-        """Let another process have it."""
+        """Let another process have it, also while a child lives that was forked meanwhile."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
 
 

@@ -7,26 +7,39 @@ from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format import tables, wire, zarr
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Grid
-from pytree_ckpt.format.tables import DIGEST_NBYTES
+from pytree_ckpt.format.tables import DIGEST_NBYTES, Table
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan
-from pytree_ckpt.store import arrays, contents
+from pytree_ckpt.store import arrays, contents, disk
 from pytree_ckpt.store.digests import digest_function, digest_of
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal, Key
 from pytree_ckpt.store.locations import Location
 
 
-def clear_the_way(
+def is_finished(
     data: Location, plan: SavePlan, journal: Journal, *, process: int, options: SaveOptions
-) -> None:
-    """Keep what is finished and intact of what `process` writes; remove the rest of its files.
+) -> bool:
+    """Keep in the journal what is intact of what `process` writes; whether that is all.
 
+    All is made durable then, and left as it is: process 0 may have committed it meanwhile.
     When the journals are gone, just before a commit, the table says what is finished.
     """
-    for key, digests in _in_table(data, plan, process, DIGEST_NBYTES[options.digest]):
-        journal.add(key, digests)
+    table = _table(data, process)
+    if table is not None:
+        for key, digests in _in_table(table, plan, DIGEST_NBYTES[options.digest]):
+            journal.add(key, digests)
     journal.keep(_Check(data, plan, process, options).is_intact)
+    if table is None or rows_left(plan, journal):
+        return False
+    disk.fsync_file(str(contents.table_file(data, process)))
+    for name in ("arrays", "packed", "tables"):
+        (data / name).sync()
+    return True
+
+
+def clear_the_way(data: Location, plan: SavePlan, journal: Journal, *, process: int) -> None:
+    """Remove what `process` wrote but for what the journal has."""
     for key, folder, name in _files(data, plan, process):
         if journal.digests(key) is None:
             (folder / name).remove_file()
@@ -39,26 +52,28 @@ def clear_the_way(
     contents.table_file(data, process).remove_file()
 
 
-def _in_table(
-    data: Location, plan: SavePlan, process: int, digest_nbytes: int
-) -> Iterator[tuple[Key, bytes]]:
-    """What the table of an attempt has, if it got so far and the table is of this plan."""
+def _table(data: Location, process: int) -> Table | None:
+    """The table of an attempt, if it got so far."""
+    file = contents.table_file(data, process)
     try:
-        file = contents.table_file(data, process)
-        found, _ = tables.from_bytes(file.read_file(max_nbytes=wire.MAX_FILE_BYTES), what=str(file))
+        return tables.from_bytes(file.read_file(max_nbytes=wire.MAX_FILE_BYTES), what=str(file))[0]
     except (OSError, FormatError):
-        return
+        return None
+
+
+def _in_table(table: Table, plan: SavePlan, digest_nbytes: int) -> Iterator[tuple[Key, bytes]]:
+    """The digests of each file that a table has."""
     at = 0
     for leaf, shard in zip(plan.array_leaf.tolist(), plan.array_shard.tolist(), strict=True):
         spec = plan.spec(leaf)
         count = Grid(spec.shards.box(shard).shape, spec.chunk_shape).size
-        yield (leaf, shard), found.arrays.digests[at : at + count * digest_nbytes]
+        yield (leaf, shard), table.arrays.digests[at : at + count * digest_nbytes]
         at += count * digest_nbytes
     at = 0
     if plan.packed is not None:
         for piece in range(plan.packed.num_files):
             nbytes = digest_nbytes * sum(1 for _ in plan.packed_rows(plan.packed, piece))
-            yield (PACKED, piece), found.packed_rows.digests[at : at + nbytes]
+            yield (PACKED, piece), table.packed_rows.digests[at : at + nbytes]
             at += nbytes
 
 

@@ -1,5 +1,6 @@
 """Convert a checkpoint to another layout, dtype or selection: offline, in bounded memory."""
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -28,7 +29,7 @@ from pytree_ckpt.plan.layouts import Layout
 from pytree_ckpt.progress import showing
 from pytree_ckpt.store import commit, contents, disk
 from pytree_ckpt.store.commit import Attempt
-from pytree_ckpt.store.journal import JOURNALS, Journal
+from pytree_ckpt.store.journal import JOURNALS, Journal, Key, done_file
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.verbs.convert_workers import started
 from pytree_ckpt.verbs.origin import completed, versions
@@ -205,6 +206,7 @@ class _Job:
         """Write this process's part; process 0 commits, the others wait for it."""
         nonce = self._nonce()
         if (done := self._committed(nonce)) is not None:
+            self._remove_journals(nonce)
             commit.settle(self._folder)
             return ConvertReport(plan=self.plan, manifest=done)
         clock = StageClock()
@@ -246,48 +248,60 @@ class _Job:
     ) -> int:
         """Write all that is left to do; the bytes that were finished before."""
         from pytree_ckpt.store import resuming
+
+        part, data = self.plan.parts[self.process], self.dst / data_dir(attempt.nonce)
+        journal = Journal(attempt.folder, self.process)
+        try:
+            with clock.stage("resume"):
+                finished = resuming.is_finished(
+                    data, part.plan, journal, process=self.process, options=self.options
+                )
+            left = resuming.rows_left(part.plan, journal)
+            if not finished:
+                resuming.clear_the_way(data, part.plan, journal, process=self.process)
+                self._write_left(data, left, journal, clock, on_write)
+            journal.tell_done()
+        finally:
+            journal.close()
+        own = {row for batch in part.batches for row in batch}
+        sizes = (self.plan.spec(leaf) for leaf, _ in own - left)
+        return sum(spec.nbytes // spec.num_shards for spec in sizes)
+
+    def _write_left(
+        self,
+        data: Location,
+        left: set[Key],
+        journal: Journal,
+        clock: StageClock,
+        on_write: Callable[[int], None] | None,
+    ) -> None:
+        """Read, convert and write these rows of this process, and the table of all of its rows."""
         from pytree_ckpt.store.converting import ConvertedViews, per_process_values
         from pytree_ckpt.store.reading import CheckpointReader
         from pytree_ckpt.store.writing import Writer
 
         part = self.plan.parts[self.process]
-        journal = Journal(attempt.folder, self.process)
-        try:
-            with clock.stage("resume"):
-                resuming.clear_the_way(
-                    self.dst / data_dir(attempt.nonce),
-                    part.plan,
-                    journal,
-                    process=self.process,
-                    options=self.options,
-                )
-            left = resuming.rows_left(part.plan, journal)
-            reader = CheckpointReader(
-                self.src,
-                self.manifest,
-                verify=True,
-                options=LoadOptions(max_inflight_bytes=BATCH_NBYTES, threads=self.options.threads),
-                clock=clock,
-            )
-            batches = [[row for row in batch if row in left] for batch in part.batches]
-            views = ConvertedViews(reader, self.plan, batches)
-            own = [row for batch in part.batches for row in batch]
-            writer = Writer(
-                self.dst / data_dir(attempt.nonce),
-                part.plan,
-                views,
-                process=self.process,
-                options=dataclasses.replace(self.options, max_inflight_bytes=BATCH_NBYTES),
-                clock=clock,
-                order=[row for row in own if self.plan.spec(row[0]).storage == "array"],
-                journal=journal,
-                on_write=on_write,
-            )
-            writer.write(per_process_values(reader, self.plan) if self.process == 0 else {})
-        finally:
-            journal.close()
-        sizes = (self.plan.spec(leaf) for leaf, _ in set(own) - left)
-        return sum(spec.nbytes // spec.num_shards for spec in sizes)
+        reader = CheckpointReader(
+            self.src,
+            self.manifest,
+            verify=True,
+            options=LoadOptions(max_inflight_bytes=BATCH_NBYTES, threads=self.options.threads),
+            clock=clock,
+        )
+        batches = [[row for row in batch if row in left] for batch in part.batches]
+        own = [row for batch in part.batches for row in batch]
+        writer = Writer(
+            data,
+            part.plan,
+            ConvertedViews(reader, self.plan, batches),
+            process=self.process,
+            options=dataclasses.replace(self.options, max_inflight_bytes=BATCH_NBYTES),
+            clock=clock,
+            order=[row for row in own if self.plan.spec(row[0]).storage == "array"],
+            journal=journal,
+            on_write=on_write,
+        )
+        writer.write(per_process_values(reader, self.plan) if self.process == 0 else {})
 
     def _commit(self, attempt: Attempt, clock: StageClock, check: Any) -> Manifest:
         found, refs = self._tables(attempt, check)
@@ -299,18 +313,18 @@ class _Job:
         return manifest
 
     def _tables(self, attempt: Attempt, check: Any) -> tuple[list[Table], list[TableRef]]:
-        """The tables of all processes, once they are there."""
+        """The tables of all processes, once all that these write is durable."""
         count = len(self.plan.parts)
         data_folder = self.dst / data_dir(attempt.nonce)
-        files = [contents.table_file(data_folder, process) for process in range(count)]
 
         def missing() -> list[int]:
             check()
-            return [process for process, file in enumerate(files) if not os.path.exists(str(file))]
+            return [p for p in range(count) if not done_file(attempt.folder, p).exists()]
 
         self._wait(attempt, missing)
         found, refs = [], []
-        for file in files:
+        for process in range(count):
+            file = contents.table_file(data_folder, process)
             data = file.read_file(max_nbytes=wire.MAX_FILE_BYTES)
             table, digest = tables.from_bytes(data, what=str(file))
             found.append(table)
@@ -322,7 +336,13 @@ class _Job:
         done = self._committed(attempt.nonce)
         if done is None:
             raise CheckpointError(f"{self.dst} was replaced as soon as it was converted")
+        self._remove_journals(attempt.nonce)
         return done
+
+    def _remove_journals(self, nonce: str) -> None:
+        """Remove what a process made that came when the others had finished without it."""
+        with contextlib.suppress(OSError):
+            disk.remove_tree(self._folder / data_dir(nonce) / JOURNALS)
 
     def _wait(self, attempt: Attempt, missing: Any) -> None:
         """Wait until nobody is missing, as long as anybody writes something.
