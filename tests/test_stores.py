@@ -1,10 +1,12 @@
 """Checkpoints in object stores: the same promises, another protocol."""
 
 import concurrent.futures
+import errno
+import functools
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,74 @@ def test_a_save_that_was_taken_for_dead_fails_and_commits_nothing(
     with pytest.raises(pc.CheckpointError, match="taken for dead"):
         pending.result()
     assert names_below(root) == []
+
+
+@pytest.mark.parametrize("sees_the_commit", [False, True])
+def test_an_overwrite_that_was_taken_for_dead_in_its_commit_puts_back_the_old(
+    root: str, monkeypatch: pytest.MonkeyPatch, sees_the_commit: bool
+) -> None:
+    """Whether who takes it over looks at the manifest before it is there, or after."""
+    path = str(pc.step_path(root, 1))
+    pc.save(path, state(0))
+    before, after = Gate(), Gate()
+    put_if, state_of = objects.Objects.put_if, object_commit._state
+
+    def gated(self: objects.Objects, key: str, *args: Any, **settings: Any) -> bytes | None:
+        if not key.endswith("manifest.msgpack"):
+            return put_if(self, key, *args, **settings)
+        before.pass_through()
+        done = put_if(self, key, *args, **settings)
+        after.pass_through()
+        return done
+
+    def taking(*args: Any) -> str:
+        found = state_of(*args)
+        if found == "taken" and sees_the_commit:
+            before.open()
+            after.wait_until_reached()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects.Objects, "put_if", gated)
+        pending = pc.save_async(path, state(1), overwrite=True)
+        before.wait_until_reached()
+    with monkeypatch.context() as patch:
+        patch.setattr(object_commit, "_state", taking)
+        place_of(root).reclaim(StepNames())
+    before.open()
+    after.open()
+    with pytest.raises(pc.CheckpointError, match="taken for dead"):
+        pending.result()
+    assert_same(pc.load(path, state()), state(0))
+    assert len({name.split("/")[0] for name in names_below(path)}) == 2, "manifest and data"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_manifest_that_appears_after_its_request_was_given_up_has_its_data(
+    root: str, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    """A request that was not answered in time may still be on its way."""
+    path = f"{root}/a"
+    if overwrite:
+        pc.save(path, state(0))
+    put_if = objects.Objects.put_if
+    late: list[Callable[[], object]] = []
+
+    def lost(self: objects.Objects, key: str, *args: Any, **settings: Any) -> bytes | None:
+        if not key.endswith("manifest.msgpack"):
+            return put_if(self, key, *args, **settings)
+        late.append(functools.partial(put_if, self, key, *args, **settings))
+        raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objects.Objects, "put_if", lost)
+        with pytest.raises(TimeoutError):
+            pc.save(path, state(1), overwrite=overwrite)
+    if overwrite:
+        assert_same(pc.load(path, state()), state(0))
+    for request in late:
+        request()
+    assert_same(pc.load(path, state()), state(1))
 
 
 def test_checkpoints_that_were_copied_from_a_disk_are_those_of_a_store(

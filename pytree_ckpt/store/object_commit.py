@@ -18,6 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
 from pytree_ckpt.format import manifest_file, wire
@@ -72,8 +73,8 @@ def _why_not_found(objects: Objects, key: str) -> str:
     return f"{place} is not a checkpoint: it has no {MANIFEST_FILE}"
 
 
-def check_free(objects: Objects, key: str, *, overwrite: bool) -> bytes:
-    """The generation of the manifest that a save will create or replace.
+def check_free(objects: Objects, key: str, *, overwrite: bool) -> tuple[bytes | None, bytes]:
+    """The manifest that a save will replace, None if it creates one, and its generation.
 
     Raises:
         ExistsError: There is a checkpoint, and it must not be replaced.
@@ -84,23 +85,23 @@ def check_free(objects: Objects, key: str, *, overwrite: bool) -> bytes:
         raise ExistsError(
             f"{objects.url}{key} already holds a checkpoint; pass overwrite=True to replace it"
         )
-    return generation
+    return data, generation
 
 
 @contextlib.contextmanager
 def attempt(
     objects: Objects, key: str, *, overwrite: bool, writers: int = 1, nonce: str | None = None
 ) -> Iterator["ObjectAttempt"]:
-    """One save: what it wrote is removed unless the block commits.
+    """One save: what it wrote is removed unless the block commits, or may have.
 
     Raises:
         ExistsError: There is a checkpoint and `overwrite` is False.
         CheckpointError: The store ignores conditions, and there are several writers.
         OSError: The store refuses or does not answer.
     """
-    generation = check_free(objects, key, overwrite=overwrite)
+    replaced, generation = check_free(objects, key, overwrite=overwrite)
     reclaim(objects, key, objects.names(f"{key}/"), take_over=False)
-    current = ObjectAttempt(objects, key, generation, nonce)
+    current = ObjectAttempt(objects, key, generation, nonce, replaced=replaced)
     try:
         if writers > 1 and not current.is_conditional:
             raise CheckpointError(
@@ -118,13 +119,21 @@ class ObjectAttempt:
     """A save that is under way below `data-<nonce>/`."""
 
     def __init__(
-        self, objects: Objects, key: str, generation: bytes, nonce: str | None = None
+        self,
+        objects: Objects,
+        key: str,
+        generation: bytes,
+        nonce: str | None = None,
+        *,
+        replaced: bytes | None = None,
     ) -> None:
         self.nonce = nonce or secrets.token_hex(16)
         self.committed = False
         self._objects = objects
         self._key = key
         self._generation = generation
+        self._replaced = replaced
+        self._in_doubt = False
         self._writer = _writer(key, self.nonce)
         who = {"host": socket.gethostname(), "process": os.getpid(), "since": time.time()}
         self._mark = json.dumps(who).encode()
@@ -142,15 +151,18 @@ class ObjectAttempt:
         """
         objects, manifest = self._objects, f"{self._key}/{MANIFEST_FILE}"
         self._check_alive()
-        generation = self._put(manifest, data)
-        if objects.read(manifest)[0] != data:
+        self._in_doubt = True
+        self._put(manifest, data)
+        self._in_doubt = False
+        found, generation = objects.read(manifest)
+        if found != data:
             raise ExistsError(
                 f"another save committed to {objects.url}{self._key} while this one was written"
             )
         try:
             self._check_alive()
         except CheckpointError:
-            objects.put_if(manifest, None, generation=generation or objects.read(manifest)[1])
+            objects.put_if(manifest, self._replaced, generation=generation)
             raise
         self.committed = True
         with contextlib.suppress(OSError):
@@ -159,22 +171,22 @@ class ObjectAttempt:
                 names = objects.names(f"{self._key}/")
                 reclaim(objects, self._key, names, take_over=False)
 
-    def _put(self, manifest: str, data: bytes) -> bytes | None:
-        """Write the manifest; the new generation, None if it is not certain that it was written.
+    def _put(self, manifest: str, data: bytes) -> None:
+        """Write the manifest, if it is what it was when the save began: who won is read afterwards.
 
-        A store may have done what it did not answer, so who won is read afterwards.
+        Raises:
+            OSError: The store did not answer. It may have done it all the same, or may yet.
         """
         objects = self._objects
         if not self.is_conditional:
-            if objects.read(manifest)[1] != self._generation:
-                return None
-            return objects.put(manifest, data)
+            if objects.read(manifest)[1] == self._generation:
+                objects.put(manifest, data)
+            return
         try:
-            return objects.put_if(manifest, data, generation=self._generation)
+            objects.put_if(manifest, data, generation=self._generation)
         except OSError:
-            if objects.read(manifest)[0] == data:
-                return None
-            raise
+            if objects.read(manifest)[0] != data:
+                raise
 
     def _check_alive(self) -> None:
         if self._objects.read(self._writer)[0] != self._mark:
@@ -184,7 +196,13 @@ class ObjectAttempt:
             )
 
     def abandon(self) -> None:
-        """Take back what this save wrote. What cannot be removed now is reclaimed later."""
+        """Take back what this save wrote. What cannot be removed now is reclaimed later.
+
+        Its data stays if its manifest may yet appear: a request that was not answered may still
+        be on its way.
+        """
+        if self._in_doubt:
+            return
         with contextlib.suppress(OSError):
             if self._objects.read(self._writer)[0] not in (self._mark, _TAKEN, None):
                 return  # Another process copies the same checkpoint here.
@@ -209,26 +227,29 @@ def reclaim(objects: Objects, key: str, names: Iterable[str], *, take_over: bool
     nonces = {found[1] for name in names if (found := _OWN.match(name))}
     if not nonces or nonces == {_named(objects, key)}:
         return
-    dead = [nonce for nonce in sorted(nonces) if _is_dead(objects, key, nonce, take_over)]
+    states = {nonce: _state(objects, key, nonce, take_over) for nonce in sorted(nonces)}
     # Only now: a save that was alive when it was looked at may have committed since.
     named = _named(objects, key)
-    if named == _UNKNOWN:
+    if named == _UNKNOWN or states.get(named or "") == "taken":
+        # It will see that it was taken for dead, and put back what it replaced: that must stay.
         return
-    for nonce in dead:
+    for nonce in (nonce for nonce, state in states.items() if state != "alive"):
         if nonce != named:
             objects.remove_below(f"{key}/{data_dir(nonce)}/")
         objects.remove(_writer(key, nonce))
 
 
-def _is_dead(objects: Objects, key: str, nonce: str, take_over: bool) -> bool:
-    """Whether nobody writes this data any more; from then on nobody can commit it."""
+def _state(
+    objects: Objects, key: str, nonce: str, take_over: bool
+) -> Literal["alive", "dead", "taken"]:
+    """Whether anybody writes this data; of what is taken over by this call nobody can commit it."""
     mark, _ = objects.read(_writer(key, nonce))
     if mark is None or mark == _TAKEN:
-        return True
+        return "dead"
     if not take_over and time.time() - _since(mark) < DEAD_AFTER_S:
-        return False
+        return "alive"
     objects.put(_writer(key, nonce), _TAKEN)
-    return True
+    return "taken"
 
 
 def _since(mark: bytes) -> float:
