@@ -21,7 +21,7 @@ import pytree_ckpt as pc
 from pytree_ckpt.format import wire
 from pytree_ckpt.jaxio import buffers
 from tests.bitwise import assert_same
-from tests.gates import FullDisk, Gate, after_writing, before_writing
+from tests.gates import PATIENCE_S, FullDisk, Gate, after_writing, before_writing
 
 P = PartitionSpec
 MIB = 1 << 20
@@ -527,3 +527,23 @@ def test_a_tree_that_no_manifest_can_hold_is_refused_by_the_call(
     with pytest.raises(pc.FormatError, match="limit is 1000"):
         pc.save_async(tmp_path / "ckpt", {"text": "x" * 1000})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_call_that_is_interrupted_while_its_thread_starts_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would have a handle of the save."""
+    start, threads = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        threads.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pc.save_async(tmp_path / "ckpt", {"w": np.ones(3)})
+    (thread,) = threads
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert os.listdir(tmp_path) == []

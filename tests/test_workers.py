@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from pytree_ckpt.store.workers import Batch, Workers
+from tests.gates import PATIENCE_S
 
 
 def fail(number: int) -> int:
@@ -70,3 +71,24 @@ def test_jobs_that_have_not_begun_are_dropped_at_the_end_of_the_block(
         pool.submit(partial(ran.append, n) for n in range(3))
         monkeypatch.setattr(threading.Thread, "join", end_and_join)
     assert not ran
+
+
+def test_who_is_interrupted_while_threads_start_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that waits for jobs for ever would keep the interpreter from its end."""
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), Workers(3, "test", all_or_nothing=True):
+        pass
+    for thread in started:
+        thread.join(PATIENCE_S)
+    assert [thread.is_alive() for thread in started] == [False, False]

@@ -86,44 +86,51 @@ class Workers:
         self._jobs: queue.SimpleQueue[tuple[Batch[Any], int] | None] = queue.SimpleQueue()
         self._all_or_nothing = all_or_nothing
         self._failure: BaseException | None = None
+        self._is_over = False
         self._threads = [
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=False)
             for number in range(count)
         ]
-        self._started: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            try:
+        try:
+            for thread in self._threads:
                 thread.start()
-            except RuntimeError:
-                break
-            self._started.append(thread)
+        except RuntimeError:
+            return self
+        except BaseException:
+            # Nobody leaves the block of one who is interrupted here.
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        # One call ends all threads, so that an interruption leaves none behind that waits for ever.
+        self._is_over = True
+        self._jobs.put(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
-        for _thread in self._started:
-            self._jobs.put(None)
-        for thread in self._started:
-            thread.join()
+        self._jobs.put(None)  # for one that was about to start when its start was interrupted
 
     def submit(self, jobs: Iterable[Callable[[], T]]) -> Batch[T]:
         """Queue jobs."""
         batch = Batch(jobs)
         for number in range(len(batch)):
-            if self._started:
+            if self._threads[0].ident is not None:
                 self._jobs.put((batch, number))
             else:
                 self._run(batch, number)
         return batch
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._is_over:
             self._run(*job)
             del job  # it must not keep a batch alive while this thread waits
+        self._jobs.put(None)  # for the next thread
 
     def _run(self, batch: Batch[Any], number: int) -> None:
         failure = batch.run(number, self._failure)

@@ -2,12 +2,14 @@
 
 import atexit
 import logging
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from pytree_ckpt.errors import CheckpointError
 from pytree_ckpt.format.manifest import Manifest
 
 _LOG = logging.getLogger("pytree_ckpt")
@@ -24,20 +26,26 @@ class Background(Generic[T]):
 
     def __init__(self, work: Callable[[], T], what: str) -> None:
         self._what = what
+        self._pid = os.getpid()
         self._found: list[T] = []
         self._error: BaseException | None = None
         self._finished = threading.Event()
         # Not a daemon: the interpreter waits for it before it exits.
         self._thread = threading.Thread(target=self._run, args=(work,), name="pytree_ckpt-async")
         self._go_on = threading.Event()
+        self._is_wanted = True
         try:
             self._thread.start()
+            self._go_on.set()
         except RuntimeError:
             # At a limit of the system, or (Python 3.12.0, 3.12.1) when the interpreter exits.
             self._go_on.set()
             self._run(work)
-        finally:
+        except BaseException:
+            # Interrupted: nobody would ever ask how it ends, so it does not begin.
+            self._is_wanted = False
             self._go_on.set()
+            raise
         if not threading.main_thread().is_alive():
             # In a function of `atexit`: the interpreter waits for no thread any more.
             self._thread.join()
@@ -46,6 +54,8 @@ class Background(Generic[T]):
         # A thread that has started keeps the interpreter for a while (5 ms). It is the caller's
         # turn: without this wait every save would block the loop for that long.
         self._go_on.wait()
+        if not self._is_wanted:
+            return
         try:
             self._found.append(work())
         except BaseException as error:  # noqa: BLE001 - raised by result(), or reported at exit
@@ -66,7 +76,14 @@ class Background(Generic[T]):
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; whether it has come."""
+        """Wait for the end, at most `timeout` seconds; whether it has come.
+
+        Raises:
+            CheckpointError: It goes on in the process that this one was forked from.
+        """
+        if os.getpid() != self._pid and not self._finished.is_set():
+            # The thread that does it was not forked.
+            raise CheckpointError(f"{self._what} goes on in process {self._pid}, not in this fork")
         return self._finished.wait(timeout)
 
     def exception(self) -> BaseException | None:
@@ -82,9 +99,10 @@ class Background(Generic[T]):
 
         Raises:
             TimeoutError: It has not ended after `timeout` seconds; it goes on.
+            CheckpointError: It goes on in the process that this one was forked from.
             Exception: What it failed with.
         """
-        if not self._finished.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"{self._what} has not ended after {timeout} s")
         if self._thread.ident is not None:
             self._thread.join()
