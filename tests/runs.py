@@ -202,10 +202,13 @@ def be_preempted_at_the_end(root: str, when: str, here: str, go: str) -> None:
     raise AssertionError("nobody stopped this run")
 
 
-def follow_the_sync_point(root: str, port: int, here: str) -> None:
+def follow_the_sync_point(root: str, port: int, here: str, initialized: str) -> None:
     """JAX hears SIGTERM, and says some steps later when to stop."""
-    jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+    if initialized == "before the manager":
+        jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
     own = pc.CheckpointManager(root, save_every=1_000_000, on_sigterm=True)
+    if initialized == "after the manager":
+        jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
     for step in range(1, 1_000_000):
         if step == 5:
             Line(here).tell()
@@ -230,6 +233,39 @@ def be_told_twice(root: str, here: str, go: str) -> None:
     act_before(writing.Writer, "write", reached.tell)
     act_before(commit.Attempt, "commit", told.wait)
     own.save(2, state(2))
+
+
+def fork_a_worker(root: str, here: str) -> None:
+    """A worker that loads data is told to end as multiprocessing does it; the run goes on."""
+    own = pc.CheckpointManager(root, on_sigterm=True)
+    worker = os.fork()
+    if not worker:
+        Line(here).tell()
+        while True:
+            signal.pause()
+    Line(here).wait()
+    os.kill(worker, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+    own.save(1, state(1))
+    own.close()
+
+
+def ask_in_a_fork(root: str) -> None:
+    """A fork asks for a save that is under way in its parent, and hears that it is there."""
+    may_write = threading.Event()
+    act_before(writing.Writer, "write", may_write.wait)
+    own = pc.CheckpointManager(root)
+    pending = own.save(1, state(1))
+    assert pending is not None
+    fork = os.fork()
+    if not fork:
+        for ask in (own.wait, own.close, own.restore, pending.result, pending.wait):
+            expect(pc.CheckpointError, ask)
+        assert pending.exception() is None
+        os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    may_write.set()
+    own.close()
 
 
 def fail_and_be_preempted(root: str) -> None:

@@ -193,13 +193,14 @@ def test_sigterm_after_the_last_save_leaves_it_whole_and_stops_at_the_end(
     assert_nothing_is_left_over(root)
 
 
+@pytest.mark.parametrize("initialized", ["before the manager", "after the manager"])
 def test_where_jax_listens_for_sigterm_its_sync_point_is_the_last_step(
-    processes: Runs, root: Path, tmp_path: Path, here: Line
+    processes: Runs, root: Path, tmp_path: Path, here: Line, initialized: str
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    run = processes.start(runs.follow_the_sync_point, tmp_path, root, port, here.path)
+    run = processes.start(runs.follow_the_sync_point, tmp_path, root, port, here.path, initialized)
     here.wait()
     run.kill(signal.SIGTERM)
     assert run.end() == 143, run.stderr
@@ -219,6 +220,22 @@ def test_a_second_sigterm_ends_the_process_and_leaves_the_step_before(
     here.wait()  # the last save is under way, and will not end
     run.kill(signal.SIGTERM)
     assert run.end() == -signal.SIGTERM, run.stderr
+    assert newest(root) == 1
+
+
+def test_sigterm_ends_a_fork_as_if_nobody_listened(
+    processes: Runs, root: Path, tmp_path: Path, here: Line
+) -> None:
+    run = processes.start(runs.fork_a_worker, tmp_path, root, here.path)
+    assert run.end() == 0, run.stderr
+    assert newest(root) == 1
+
+
+def test_a_fork_does_not_wait_for_a_save_of_its_parent(
+    processes: Runs, root: Path, tmp_path: Path
+) -> None:
+    run = processes.start(runs.ask_in_a_fork, tmp_path, root)
+    assert run.end() == 0, run.stderr
     assert newest(root) == 1
 
 

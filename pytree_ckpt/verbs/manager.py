@@ -59,8 +59,8 @@ class CheckpointManager:
         link_unchanged: Link what a step would only repeat of the one before: `base` of `save`.
         on_sigterm: Take SIGTERM as a preemption: the next `save` saves whatever the step, waits,
             and raises `Preempted`; if there is none, `close` does once the last save is durable.
-            Only in the main thread. Where `jax.distributed` is initialized before, JAX's
-            preemption sync point decides: all processes stop at the same call.
+            Only in the main thread, and not for its forks. Where `jax.distributed` is
+            initialized, JAX's preemption sync point decides: all processes stop at the same call.
         save_options, load_options: As `save` and `load` take them.
 
     With neither `save_every` nor `save_every_seconds` every call of `save` saves.
@@ -248,9 +248,13 @@ class CheckpointManager:
             self._wait_for_copy()
 
     def _wait_for_save(self) -> None:
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
-            pending.result()
+            try:
+                pending.result()
+            finally:
+                if pending.done():  # else the wait was interrupted, and whoever comes next waits
+                    self._pending = None
 
     # --- looking --------------------------------------------------------------------------------
 

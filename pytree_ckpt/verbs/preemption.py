@@ -1,5 +1,6 @@
 """Preemption: the notice that the process must stop, which is acted on at the next save."""
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -79,31 +80,39 @@ class SyncPoint:
 
 
 class Sigterm:
-    """Notes that SIGTERM came. A second one does what it did before."""
+    """Notes that SIGTERM came. A second one does what it did before.
+
+    Where `jax.distributed` is initialized later, the signal is JAX's, and so is the word.
+    """
 
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("on_sigterm works in the main thread only")
         self.is_open = False
         self._came = False
-        self._released = False
+        self._sync_point = SyncPoint()
+        self._listener: int | None = os.getpid()
         self._before = signal.signal(signal.SIGTERM, self._note)
 
     def came(self) -> bool:
+        if not self._came and processes.has_preemption_service():
+            self._came = self.is_open = self._sync_point.came()
         return self._came
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # It does not log: it may have interrupted a write to the very stream of the log.
         self._came = self.is_open = True
         self._put_back()
-        if self._released:
+        if self._listener != os.getpid():
+            # Nobody listens any more; or this is a fork, such as a worker that loads data.
             signal.raise_signal(signal.SIGTERM)
 
     def release(self) -> None:
         """Listen no more, and put back the handler that was there, unless there is another."""
-        self._released = True
+        self._listener = None
         in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) == self._note:
+        is_own = signal.getsignal(signal.SIGTERM) == self._note
+        if in_main and is_own and not processes.has_preemption_service():
             self._put_back()
 
     def _put_back(self) -> None:
