@@ -387,3 +387,45 @@ def test_a_root_that_cannot_be_read_is_an_error_and_not_empty(
         with pytest.raises(PermissionError):
             pc.latest_step(tmp_path / "root")
     assert pc.latest_step(tmp_path / "root") == 1
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/out", "~nobody-of-this-name"])
+def test_a_tilde_that_is_nobodys_home_is_refused(inside: Path, path: str) -> None:
+    with pytest.raises(
+        pc.CheckpointError, match=r"nobody knows where ~nobody-of-this-name is.*\./~"
+    ):
+        pc.save(path, STATE)
+    assert os.listdir(inside) == []
+    pc.save(f"./{path}", STATE)
+    assert_same(pc.load(inside / path), STATE)
+
+
+def test_dots_behind_a_link_lead_where_they_lead_other_programs(inside: Path) -> None:
+    (inside / "far" / "deep").mkdir(parents=True)
+    (inside / "link").symlink_to("far/deep")
+    pc.save("link/../out", STATE)
+    assert os.path.exists("link/../out/manifest.msgpack")
+    assert_same(pc.load(inside / "far" / "out"), STATE)
+    assert_same(pc.load(inside / "link" / ".." / "out"), STATE)
+
+
+def test_a_relative_path_in_a_working_folder_that_is_gone_says_so(
+    inside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = inside / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(FileNotFoundError, match="the working folder is gone: 'out'"):
+        pc.save("out", STATE)
+    pc.save(inside / "out", STATE)
+
+
+def test_a_path_that_the_system_encodes_in_another_way_is_refused(
+    inside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python and TensorStore would write to two places."""
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("latin-1"))
+    for path in ("größe", "日本"):
+        with pytest.raises(pc.CheckpointError, match="not UTF-8 where names are"):
+            pc.save(path, STATE)

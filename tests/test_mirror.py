@@ -238,8 +238,11 @@ def test_mirror_every_copies_multiples(near: Path, disk: Path) -> None:
 
 
 def test_a_mirror_is_another_place(near: Path) -> None:
-    with pytest.raises(ValueError, match="the root itself"):
-        manager_of(near, near)
+    link = near.parent / "link"
+    link.symlink_to(near)
+    for far in (near, link):
+        with pytest.raises(ValueError, match="the root itself"):
+            manager_of(near, far)
 
 
 def test_a_manager_names_its_mirror(near: Path, disk: Path) -> None:

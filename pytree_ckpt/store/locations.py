@@ -1,7 +1,9 @@
 """Where checkpoints are: what a user gave, made absolute once, and what every storage can do."""
 
+import errno
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -214,14 +216,40 @@ def locate(path: PathLike) -> Location:
         raise CheckpointError(f"{text!r} is what pathlib makes of a URL; give the URL as a str")
     if not text or "\0" in text:
         raise CheckpointError(f"a path cannot be empty or have a NUL character: {text!r}")
-    absolute = os.path.abspath(os.path.expanduser(text))
-    try:
-        absolute.encode()
-    except UnicodeEncodeError:
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        home = expanded.split(os.sep, 1)[0]
+        raise CheckpointError(f"nobody knows where {home} is; if it is a folder, it is ./{home}")
+    absolute = _absolute(expanded)
+    if not _is_utf_8(absolute):
         raise CheckpointError(
-            f"{absolute!r} is not UTF-8, and TensorStore takes no other"
-        ) from None
+            f"{absolute!r} is not UTF-8 where names are {sys.getfilesystemencoding()}, and "
+            "TensorStore takes no other"
+        )
     return Folder(Path(absolute))
+
+
+def _absolute(path: str) -> str:
+    """What a path means to the system: behind a link `..` is above what the link leads to."""
+    try:
+        parts = os.path.join(os.getcwd(), path).split(os.sep)
+    except FileNotFoundError:
+        if os.path.isabs(path):
+            parts = path.split(os.sep)
+        else:
+            text = "a relative path means nothing: the working folder is gone"
+            raise FileNotFoundError(errno.ENOENT, text, path) from None
+    count = len(parts) - parts[::-1].index("..") if ".." in parts else 0  # up to the last
+    above = os.path.realpath(os.sep.join(parts[:count])) if count else ""
+    return os.path.abspath(os.path.join(above, os.sep.join(parts[count:])))
+
+
+def _is_utf_8(path: str) -> bool:
+    """Whether the system and TensorStore call it by the same bytes."""
+    try:
+        return os.fsencode(path) == path.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def local_path(path: PathLike) -> Path:

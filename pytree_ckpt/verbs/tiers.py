@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -81,6 +82,11 @@ class Tier:
         return later
 
 
+def _real(root: Location) -> Location | str:
+    """One value for each root, whatever links lead to it."""
+    return root if root.path is None else os.path.realpath(root.path)
+
+
 Copy = tuple[int, bool]
 """A step, and whether it is the one of the far root."""
 
@@ -95,7 +101,7 @@ class Tiers:
     """
 
     def __init__(self, near: Tier, far: Tier | None) -> None:
-        if far is not None and far.root == near.root:
+        if far is not None and _real(far.root) == _real(near.root):
             raise ValueError(f"{far} is the root itself: a mirror is another place")
         self.near = near
         self.far = far
