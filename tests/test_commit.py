@@ -1343,3 +1343,32 @@ def test_a_checkpoint_that_is_deleted_while_a_load_looks_for_it_is_not_found(
     monkeypatch.setattr(os, "listdir", late)
     with pytest.raises(pc.NotFoundError, match="there is nothing at"):
         pc.load(path)
+
+
+@pytest.fixture
+def no_more_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process can open no more folders."""
+    os_open = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECTORY:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return os_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_who_can_open_no_more_files_does_not_take_a_folder_for_unlocked(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "ckpt"
+    pc.save(path, state_of(1))
+    with pc.open(path):
+        request.getfixturevalue("no_more_folders")
+        for call in (lambda: roots.delete(path), lambda: pc.load(path)):
+            with pytest.raises(OSError, match="Too many open files"):
+                call()
+        with pytest.raises(OSError, match="Too many open files"):
+            pc.save(tmp_path / "new" / "ckpt", state_of(2))
+        assert (path / "manifest.msgpack").exists()
+    assert os.listdir(tmp_path) == ["ckpt"]

@@ -262,7 +262,11 @@ def _fresh_data_dir(
         except FileNotFoundError:
             made[:] = [*(new for new in disk.make_dirs(path) if new not in made), *made]
             continue
-        lock = disk.FolderLock(path / f"data-{nonce}", shared=False)
+        try:
+            lock = disk.FolderLock(path / f"data-{nonce}", shared=False)
+        except OSError:
+            (path / f"data-{nonce}").rmdir()
+            raise
         if lock.state in ("held", "unsupported"):
             return nonce, lock
         lock.release()

@@ -199,17 +199,23 @@ class FolderLock:
     A writer and a reclaimer hold it exclusively, readers share it. No file is made for it, and
     read permission is enough. `state` says how it went: "busy" if another process has it, "gone"
     if the folder is no longer there, "unsupported" where the file system has no such locks.
+
+    Raises:
+        OSError: This process, or the system, can open no more files.
     """
 
+    _fd: int | None = None
+
     def __init__(self, path: Path, *, shared: bool) -> None:
-        self._fd: int | None = None
         self._pid = os.getpid()
         self.state: LockState = "gone"
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_FOLLOW)
         except (FileNotFoundError, NotADirectoryError):
             return
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise  # says nothing of the folder, which another process may have locked
             self.state = "unsupported"
             return
         try:
