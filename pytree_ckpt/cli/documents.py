@@ -89,12 +89,7 @@ def of_leaf(report: LeafReport) -> Document:
         **_leaf(report.leaf),
         "values": report.values,
         "chunks": [
-            {
-                "box": list(zip(chunk.box.start, chunk.box.stop, strict=True)),
-                "nbytes": chunk.nbytes,
-                "digest": chunk.digest,
-                "devices": chunk.devices,
-            }
+            {**asdict(chunk), "box": list(zip(chunk.box.start, chunk.box.stop, strict=True))}
             for chunk in report.chunks
         ],
         "statistics": None if numbers is None else asdict(numbers),

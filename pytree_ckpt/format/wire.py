@@ -45,7 +45,7 @@ def decode(data: bytes, *, what: str) -> Any:
             raw=False,
             use_list=True,
             strict_map_key=True,
-            object_pairs_hook=_without_duplicates,
+            object_pairs_hook=without_duplicates,
             ext_hook=_no_extension,
             max_array_len=limit,
             max_map_len=limit,
@@ -55,7 +55,8 @@ def decode(data: bytes, *, what: str) -> Any:
         raise FormatError(f"{what} is not valid: {str(error) or type(error).__name__}") from None
 
 
-def _without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+def without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A map of pairs, for a parser; a `ValueError` if two have one key."""
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a map has a key twice")

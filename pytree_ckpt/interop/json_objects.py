@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from pytree_ckpt.errors import FormatError
+from pytree_ckpt.format import wire
 
 MAX_JSON_NBYTES = 100_000_000
 """As the safetensors library limits a header."""
@@ -26,16 +27,9 @@ def json_object(data: bytes, *, what: str) -> dict[str, Any]:
             f"{what} has more than {MAX_JSON_NBYTES} bytes, or {MAX_JSON_ITEMS} elements"
         )
     try:
-        found = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        found = json.loads(data.decode("utf-8"), object_pairs_hook=wire.without_duplicates)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise FormatError(f"{what} is no JSON object")
-    return found
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
     return found

@@ -109,9 +109,7 @@ def _write_npy(out: Any, leaf: Leaf, checkpoint: Any) -> None:
     }
     np.lib.format.write_array_header_1_0(out, header)
     for box in _slabs(spec):
-        out.write(
-            np.ascontiguousarray(checkpoint.read_box(leaf, spec, box)).reshape(-1).data.cast("B")
-        )
+        out.write(np.ascontiguousarray(checkpoint.read_box(leaf, box)).reshape(-1).data.cast("B"))
 
 
 def _slabs(spec: ArraySpec) -> Iterator[Box]:

@@ -185,7 +185,7 @@ def _write_file(
                 continue
             start = 8 + len(text) + header[name]["data_offsets"][0]
             for box in spec.shards.boxes():
-                elements = checkpoint.read_box(leaf, spec, box)
+                elements = checkpoint.read_box(leaf, box)
                 write_box(fd, start, spec.shape, box, elements)
         os.fsync(fd)
     finally:

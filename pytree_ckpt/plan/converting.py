@@ -54,8 +54,8 @@ class ConvertPlan:
     Attributes:
         tree: The containers that are left.
         leaves: The saved leaf of each leaf.
-        forms, codes: As `plan_save` takes them.
-        specs: How each form is stored.
+        codes: For each leaf an index into `specs`, or the code of a value.
+        specs: How arrays are stored; many leaves share one.
         passed_over: Leaves that a dtype by pattern does not fit, and that stay as they are.
         nbytes_read, nbytes_written: Bytes of the chunks read, and of the arrays written.
         parts: One for each process.
@@ -63,7 +63,6 @@ class ConvertPlan:
 
     tree: Tree
     leaves: tuple[Leaf, ...]
-    forms: tuple[ArrayForm, ...]
     codes: tuple[int, ...]
     specs: tuple[ArraySpec, ...]
     passed_over: tuple[str, ...]
@@ -274,7 +273,6 @@ def _planned(
     return ConvertPlan(
         tree=tree,
         leaves=tuple(leaves),
-        forms=tuple(cut.form for cut in fitted),
         codes=tuple(codes),
         specs=specs,
         passed_over=tuple(casts.passed_over),
@@ -295,9 +293,8 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """A form, how it is stored, and its shards in batches, each with its bytes in the source."""
+    """How a form is stored, and its shards in batches, each with its bytes in the source."""
 
-    form: ArrayForm
     spec: ArraySpec
     batches: tuple[tuple[tuple[int, ...], int], ...]
     nbytes_read: int
@@ -320,12 +317,11 @@ def _fit(source: ArraySpec, form: ArrayForm, codec: str) -> _Cut:
 def _cut(source: ArraySpec, form: ArrayForm, codec: str) -> _Cut:
     spec, _ = saving.store(form, defaultdict(int), codec)
     if spec.storage == "empty":
-        return _Cut(form=form, spec=spec, batches=(), nbytes_read=0)
+        return _Cut(spec=spec, batches=(), nbytes_read=0)
     boxes = list(spec.shards.boxes())
     sizes = [box.size * source.itemsize for box in boxes]
     batches = _batched(source, boxes, sizes)
     return _Cut(
-        form=form,
         spec=spec,
         batches=tuple((shards, sum(sizes[shard] for shard in shards)) for shards in batches),
         nbytes_read=sum(

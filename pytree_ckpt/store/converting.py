@@ -4,17 +4,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy.typing as npt
-
 from pytree_ckpt.errors import Mismatch, MismatchError
 from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.plan import casting
 from pytree_ckpt.plan.converting import ConvertPlan, Row
 from pytree_ckpt.plan.loading import plan_reads
 from pytree_ckpt.store.reading import CheckpointReader
-from pytree_ckpt.store.requests import Request
-
-Array = npt.NDArray[Any]
+from pytree_ckpt.store.requests import Array, Request
 
 
 class ConvertedViews:

@@ -32,7 +32,6 @@ class Attempt(Protocol):
     """A save that is under way: it writes below `data-<nonce>` and ends with `commit`."""
 
     nonce: str
-    committed: bool
 
     def commit(self, data: bytes) -> None:
         """Make the checkpoint appear, durably, all at once; then remove what it replaces.

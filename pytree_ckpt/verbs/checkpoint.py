@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from pytree_ckpt.errors import NotFoundError
 from pytree_ckpt.format import dtypes
-from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, whole
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.paths import nearest
@@ -90,7 +89,7 @@ class Checkpoint:
     def _value(self, leaf: Leaf) -> Any:
         if leaf.per_process:
             return self._reader.per_process(leaf.index)
-        return leaf.value if leaf.spec is None else StoredArray(self, leaf, leaf.spec)
+        return leaf.value if leaf.spec is None else StoredArray(self, leaf)
 
     def to_numpy(self) -> Any:
         """The whole tree in builtin containers, arrays as numpy, keys as their data.
@@ -100,8 +99,7 @@ class Checkpoint:
         """
         leaves = [self._value(leaf) for leaf in self.manifest.leaves]
         arrays = [leaf for leaf in leaves if isinstance(leaf, StoredArray)]
-        boxes = [(array.leaf, array.spec, whole(array.shape)) for array in arrays]
-        filled = iter(self.read_boxes(boxes))
+        filled = iter(self.read_boxes([(array.leaf, whole(array.shape)) for array in arrays]))
         return self.manifest.tree.build(
             [
                 _host_value(leaf, next(filled)) if isinstance(leaf, StoredArray) else leaf
@@ -114,28 +112,28 @@ class Checkpoint:
         """Where every shard is, and the digests of its chunks."""
         return self._reader.index
 
-    def read_box(self, leaf: Leaf, spec: ArraySpec, box: Box) -> npt.NDArray[Any]:
+    def read_box(self, leaf: Leaf, box: Box) -> npt.NDArray[Any]:
         """The elements of one box of a leaf, verified."""
-        return self.read_boxes([(leaf, spec, box)])[0]
+        return self.read_boxes([(leaf, box)])[0]
 
-    def read_boxes(self, wanted: list[tuple[Leaf, ArraySpec, Box]]) -> list[npt.NDArray[Any]]:
+    def read_boxes(self, wanted: list[tuple[Leaf, Box]]) -> list[npt.NDArray[Any]]:
         """The elements of boxes of leaves, verified; chunks that several need are read once."""
         from pytree_ckpt.store.requests import Request
 
         if self._closed:
             raise NotFoundError(f"{self._location} was closed")
         requests = [
-            Request(parts=(leaf,), plan=plan_reads(spec, [box])) for leaf, spec, box in wanted
+            Request(parts=(leaf,), plan=plan_reads(leaf.array, [box])) for leaf, box in wanted
         ]
         # An empty part of a packed array lies in no window, so that no group has it.
         found: dict[int, npt.NDArray[Any]] = {
-            at: np.empty(box.shape, dtypes.dtype_of(spec.dtype))
-            for at, (_, spec, box) in enumerate(wanted)
+            at: np.empty(box.shape, dtypes.dtype_of(leaf.array.dtype))
+            for at, (leaf, box) in enumerate(wanted)
             if box.size == 0
         }
         for group in self._reader.read(requests):
             for part in group:
-                packed = wanted[part.request][1].storage == "packed"
+                packed = wanted[part.request][0].array.storage == "packed"
                 found[part.request] = part.buffer.copy() if packed else part.buffer
         return [found[at] for at in range(len(wanted))]
 
@@ -162,9 +160,9 @@ class Checkpoint:
 class StoredArray:
     """An array in a checkpoint; indexing with ints and slices reads the chunks that it needs."""
 
-    def __init__(self, checkpoint: Checkpoint, leaf: Leaf, spec: ArraySpec) -> None:
+    def __init__(self, checkpoint: Checkpoint, leaf: Leaf) -> None:
         self.leaf = leaf
-        self.spec = spec
+        self.spec = leaf.array
         self._checkpoint = checkpoint
 
     @property
@@ -196,12 +194,12 @@ class StoredArray:
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> npt.NDArray[Any]:
         box, rest = to_box(index, self.shape)
-        return self._checkpoint.read_box(self.leaf, self.spec, box)[rest]
+        return self._checkpoint.read_box(self.leaf, box)[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
         if copy is False:
             raise ValueError("an array in a checkpoint cannot be had without a copy: it is read")
-        found = self._checkpoint.read_box(self.leaf, self.spec, whole(self.shape))
+        found = self._checkpoint.read_box(self.leaf, whole(self.shape))
         return found if dtype is None else found.astype(dtype, copy=False)
 
     def __repr__(self) -> str:

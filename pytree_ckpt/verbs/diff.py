@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pytree_ckpt.format import values, wire
 from pytree_ckpt.format.boxes import Box
+from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.values import count_text
 from pytree_ckpt.options import LoadOptions, Progress, given_or_default
 from pytree_ckpt.pictures.pages import differences_html
@@ -123,16 +124,15 @@ def _unlike(one: Checkpoint, other: Checkpoint, pairs: Sequence[Pair]) -> tuple[
     for pair in pairs:
         alike = comparable and pair.has_same_chunks
         for box in diffing.regions(pair).boxes() if pair.specs[0].nbytes else ():
-            if alike and _digest(one, pair, 0, box) == _digest(other, pair, 1, box):
+            if alike and _digest(one, pair.a, box) == _digest(other, pair.b, box):
                 equal += 1
             else:
                 found.append((pair, box))
     return found, equal
 
 
-def _digest(checkpoint: Checkpoint, pair: Pair, side: int, box: Box) -> bytes:
-    leaf = (pair.a, pair.b)[side]
-    return checkpoint.index.chunk_digest(leaf.index, pair.specs[side], box.start)
+def _digest(checkpoint: Checkpoint, leaf: Leaf, box: Box) -> bytes:
+    return checkpoint.index.chunk_digest(leaf.index, leaf.array, box.start)
 
 
 def _read(
@@ -146,8 +146,8 @@ def _read(
     found: dict[str, ValueDifference] = {}
     done, total = 0, sum(map(_nbytes, regions))
     for batch in _batches(regions, settings.max_inflight_bytes // 2):
-        ours = one.read_boxes([(pair.a, pair.specs[0], box) for pair, box in batch])
-        theirs = other.read_boxes([(pair.b, pair.specs[1], box) for pair, box in batch])
+        ours = one.read_boxes([(pair.a, box) for pair, box in batch])
+        theirs = other.read_boxes([(pair.b, box) for pair, box in batch])
         for (pair, box), a, b in zip(batch, ours, theirs, strict=True):
             is_key = pair.specs[0].kind == "key"
             part = diffing.compare_elements(a, b, start=box.start, are_numbers=not is_key)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Grid
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.options import LoadOptions, Progress
@@ -71,16 +70,17 @@ def inspect_leaf(path: PathLike, leaf: str, *, statistics: bool = False) -> Leaf
         numbers = None
         if statistics and spec is not None and spec.kind != "key":
             with showing(f"reading {found.text}", settings.progress) as progress:
-                numbers = statistics_of(_parts(checkpoint, found, spec, progress))
+                numbers = statistics_of(_parts(checkpoint, found, progress))
         return LeafReport(
             leaf=found,
             values=tuple(checkpoint[leaf]) if found.per_process else (),
-            chunks=() if spec is None else tuple(_chunks(checkpoint, found, spec)),
+            chunks=() if spec is None else tuple(_chunks(checkpoint, found)),
             statistics=numbers,
         )
 
 
-def _chunks(checkpoint: Checkpoint, leaf: Leaf, spec: ArraySpec) -> Iterator[ChunkReport]:
+def _chunks(checkpoint: Checkpoint, leaf: Leaf) -> Iterator[ChunkReport]:
+    spec = leaf.array
     for box in Grid(spec.shape, spec.chunk_shape).boxes():
         yield ChunkReport(
             box=box,
@@ -91,12 +91,12 @@ def _chunks(checkpoint: Checkpoint, leaf: Leaf, spec: ArraySpec) -> Iterator[Chu
 
 
 def _parts(
-    checkpoint: Checkpoint, leaf: Leaf, spec: ArraySpec, progress: Progress | None
+    checkpoint: Checkpoint, leaf: Leaf, progress: Progress | None
 ) -> Iterator[npt.NDArray[Any]]:
     """The array, shard by shard."""
-    done = 0
+    done, spec = 0, leaf.array
     for box in spec.shards.boxes():
-        yield checkpoint.read_box(leaf, spec, box)
+        yield checkpoint.read_box(leaf, box)
         done += box.size * spec.itemsize
         if progress is not None:
             progress(done, spec.nbytes)
