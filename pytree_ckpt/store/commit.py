@@ -225,12 +225,12 @@ def resumable_attempt(
         OSError: The place cannot be written, or has too little free space.
     """
     check_free(path, overwrite=overwrite)
-    made = disk.make_dirs(path)
+    made, folder = disk.make_dirs(path), path / data_dir(nonce)
     for _ in range(_ATTEMPTS):
-        made += [new for new in disk.make_dirs(path / f"data-{nonce}") if new.parent != path]
-        with disk.FolderLock(path / f"data-{nonce}", shared=True) as lock:
+        made += [new for new in disk.make_dirs(folder) if new.parent != path]
+        with disk.FolderLock(folder, shared=True) as lock:
             if lock.state in ("held", "unsupported"):
-                reclaim(path, keep=f"data-{nonce}")
+                reclaim(path, keep=folder.name)
                 _check_space(path, needed_nbytes)
                 yield Attempt(path, nonce, made, lock, overwrite=overwrite)
                 return
@@ -257,15 +257,16 @@ def _fresh_data_dir(
     """
     while True:
         nonce = wanted or secrets.token_hex(16)
+        folder = path / data_dir(nonce)
         try:
-            (path / f"data-{nonce}").mkdir()
+            folder.mkdir()
         except FileNotFoundError:
             made[:] = [*(new for new in disk.make_dirs(path) if new not in made), *made]
             continue
         try:
-            lock = disk.FolderLock(path / f"data-{nonce}", shared=False)
+            lock = disk.FolderLock(folder, shared=False)
         except OSError:
-            (path / f"data-{nonce}").rmdir()
+            folder.rmdir()
             raise
         if lock.state in ("held", "unsupported"):
             return nonce, lock
@@ -294,7 +295,7 @@ class Attempt:
     ) -> None:
         self.path = path
         self.nonce = nonce
-        self.folder = path / f"data-{nonce}"
+        self.folder = path / data_dir(nonce)
         self.temporary = path / f"manifest.{nonce}.tmp"
         self.committed = False
         self._made = made
@@ -398,7 +399,7 @@ def _reclaim(path: Path, keep: str | None) -> None:
         for name in data:
             _reclaim_data(path, path / name)
     for name in temporary:
-        folder = f"data-{name.split('.')[1]}"
+        folder = data_dir(name.split(".")[1])
         if folder == named or not os.path.lexists(path / folder):
             (path / name).unlink(missing_ok=True)
 

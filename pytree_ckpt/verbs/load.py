@@ -209,14 +209,11 @@ def _layout(
 ) -> tuple[Any, list[Mismatch]]:
     """The sharding a leaf is loaded with, and why it may not be."""
     sharding, plain = target.sharding, target.want.sharding
-    if sharding is None:
-        if to_default:
-            return None, []
+    wrong: list[Mismatch] = []
+    if sharding is None and not to_default:
         sharding, plain, wrong = targets.open_sharding(leaf, mesh=mesh, reshard=reshard)
-        if wrong or plain is None:
-            return sharding, wrong
     if plain is None:
-        return sharding, []
+        return sharding, wrong
     shape = leaf.spec.shape if leaf.spec is not None else ()
     wrong = compare.check_divisible(leaf, shape, plain)
     if not reshard:
@@ -224,9 +221,7 @@ def _layout(
     free = target.committed is False
     if target.committed is None and target.sharding is not None:
         free = leaf.spec is not None and not leaf.spec.committed
-    if free:
-        sharding = None
-    return sharding, wrong
+    return None if free else sharding, wrong
 
 
 def _read(
