@@ -1247,6 +1247,31 @@ def test_a_deletion_leaves_what_replaced_the_checkpoint_that_it_looked_at(
     assert number_of(pc.load(path)) == 2
 
 
+def test_a_deletion_leaves_what_was_saved_after_another_deletion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two looked at one checkpoint; the second finds none, and then there is another."""
+    path = tmp_path / "ckpt"
+    named = pc.save(path, state_of(1)).data_dir
+    assert roots.delete(path)
+    saved: list[int] = []
+
+    def then_saved(look: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        def looking(place: Path) -> Any:
+            found = look(place)
+            if not saved:
+                saved.append(2)
+                pc.save(path, state_of(2))
+            return found
+
+        return looking
+
+    monkeypatch.setattr(roots, "_data_dir", then_saved(roots._data_dir))
+    monkeypatch.setattr(commit, "is_committed", then_saved(commit.is_committed))
+    roots._remove(path, named)
+    assert number_of(pc.load(path)) == 2
+
+
 def test_an_overwrite_waits_for_a_deletion_and_is_there_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,9 +109,11 @@ def delete(path: Path) -> bool:
 def _remove(path: Path, named: str | None) -> bool:
     """Delete, unless the manifest names other data by now; None if it could not be read."""
     with commit.one_at_a_time(path):
-        if _data_dir(path) not in (named, None):
-            return False
-        (path / MANIFEST_FILE).unlink(missing_ok=True)
+        # Where there is none, because somebody else deleted it, a save may make one at any moment.
+        if commit.is_committed(path):
+            if _data_dir(path) not in (named, None):
+                return False
+            (path / MANIFEST_FILE).unlink()
     disk.fsync_dir(path)
     if named is not None:
         disk.remove_tree(path / named)
@@ -124,10 +126,10 @@ def _remove(path: Path, named: str | None) -> bool:
 
 
 def _data_dir(path: Path) -> str | None:
-    """The data folder that the manifest names, None where it cannot be read."""
+    """The data folder that the manifest names, None if it is damaged."""
     try:
         return commit.read_manifest(path).data_dir
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return None
 
 

@@ -124,10 +124,10 @@ IN_PLACE = """        with open(path / MANIFEST_FILE, "wb") as file:
         reclaim(self.path)
         return
 """
-UNLINK = "        (path / MANIFEST_FILE).unlink(missing_ok=True)\n"
+UNLINK = "            (path / MANIFEST_FILE).unlink()\n"
 SYNC = "    disk.fsync_dir(path)\n"
 REMOVE = "    if named is not None:\n        disk.remove_tree(path / named)\n"
-REMOVE_FIRST = "        if named is not None:\n            disk.remove_tree(path / named)\n"
+REMOVE_FIRST = "            if named is not None:\n                disk.remove_tree(path / named)\n"
 TABLE = "contents.table_file(self._data, self._process).write_new(data)"
 SETTLE = """        if decision.dropped:
             self._tier.root.settle(self._tier.names, [n for n in decision.kept if n != step])
