@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import pytree_ckpt as pc
 from pytree_ckpt.plan import chunking
+from pytree_ckpt.verbs.checkpoint import Checkpoint
 from tests.bitwise import assert_same
 from tests.conftest import make_mesh
 
@@ -231,6 +232,23 @@ def test_a_name_that_the_format_cannot_have_is_refused(tmp_path: Path, act: Any)
     assert len(error.value.leaves) == len(names)
     assert not (tmp_path / "w.npz").exists()
     act(tmp_path / "a", tmp_path / "w.npz", select="good")
+
+
+@pytest.mark.parametrize("act", [pc.export_safetensors, pc.export_npz])
+def test_small_arrays_are_exported_many_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Any
+) -> None:
+    pc.save(tmp_path / "a", {f"w{n}": np.full(5, n) for n in range(200)})
+    calls = []
+    read = Checkpoint.read_boxes
+
+    def counting(self: Any, wanted: Any) -> Any:
+        calls.append(len(wanted))
+        return read(self, wanted)
+
+    monkeypatch.setattr(Checkpoint, "read_boxes", counting)
+    act(tmp_path / "a", tmp_path / "w.npz")
+    assert calls == [200]
 
 
 @pytest.mark.parametrize("act", [pc.export_safetensors, pc.export_npz])

@@ -223,6 +223,19 @@ def test_what_somebody_else_has_under_the_name_of_a_leftover_stays(root: str) ->
     assert theirs.read_file(max_nbytes=9) == b"mine"
 
 
+def test_names_that_are_no_text_are_those_of_somebody_else() -> None:
+    root = f"memory://roots/{next(_NAMES)}"
+    manager = pc.CheckpointManager(root, keep=pc.Keep(last=1), background=False)
+    place = place_of(root)
+    for name in (b"\xff", b"step_00000001/\xff"):
+        place.objects.store.write(f"{place.key}/".encode() + name, b"theirs").result()
+    for step in (1, 2):
+        manager.save(step, state(step))
+    assert pc.steps(root) == [2]
+    assert [name for name in names_below(root) if "\udcff" in name]
+    assert pc.verify(str(pc.step_path(root, 2)), quick=True).ok
+
+
 def test_a_save_that_began_a_day_ago_is_dead_for_everybody(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

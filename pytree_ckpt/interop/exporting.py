@@ -2,15 +2,24 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from pytree_ckpt.errors import ExistsError
+from pytree_ckpt.format.boxes import Box
+from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.values import count_text
 from pytree_ckpt.options import check_flags
 from pytree_ckpt.store import disk
+from pytree_ckpt.verbs.checkpoint import Checkpoint, batches
+
+Part = tuple[Leaf, Box]
+_BATCH_NBYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +33,17 @@ class ExportReport:
     def __str__(self) -> str:
         lines = [f"{self.nbytes} bytes in {count_text(len(self.files), 'file')}", *self.files]
         return "\n".join([*lines, *(f"not carried over: {what}" for what in self.left_out)])
+
+
+def elements_of(checkpoint: Checkpoint, parts: Iterable[Part]) -> Iterator[npt.NDArray[Any]]:
+    """The elements of each part, verified, in the order of the parts."""
+    for batch in batches(parts, _nbytes, limit=_BATCH_NBYTES):
+        yield from checkpoint.read_boxes(batch)
+
+
+def _nbytes(part: Part) -> int:
+    leaf, box = part
+    return box.size * leaf.array.itemsize
 
 
 @contextmanager

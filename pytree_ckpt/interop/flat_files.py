@@ -69,13 +69,17 @@ def read_box(
     return found.reshape(box.shape)
 
 
+def write_all(fd: int, data: bytes | memoryview, *, at: int) -> None:
+    """Write bytes at a place in a file; one call may write fewer, as where a disk is about full."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest, at)
+        rest, at = rest[count:], at + count
+
+
 def write_box(fd: int, offset: int, shape: Shape, box: Box, elements: npt.NDArray[Any]) -> None:
     """Write the elements of a box of an array that begins at byte `offset`."""
     memory = np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data
     size = elements.dtype.itemsize
     for start, at, length in _runs(shape, box):
-        part = memory[at * size : (at + length) * size]
-        place = offset + start * size
-        while part:
-            count = os.pwrite(fd, part, place)
-            part, place = part[count:], place + count
+        write_all(fd, memory[at * size : (at + length) * size], at=offset + start * size)

@@ -1,27 +1,28 @@
 """Numpy's archives: one `.npy` for each array, all in one zip file."""
 
 import ast
+import itertools
 import math
 import os
 import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pytree_ckpt.errors import FormatError
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Shape
-from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.interop import names as naming
-from pytree_ckpt.interop.exporting import ExportReport, written_whole
+from pytree_ckpt.interop.exporting import ExportReport, elements_of, written_whole
 from pytree_ckpt.interop.flat_files import open_regular, read_box
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
 from pytree_ckpt.options import SaveOptions
@@ -77,10 +78,13 @@ def export_npz(
         arrays = [leaf for leaf in leaves if leaf.spec is not None]
         names = naming.flat_names(arrays, separator, forbids=_forbidden)
         with written_whole([path], overwrite=overwrite) as (made,):
+            slabs = [(leaf, list(_slabs(leaf.array))) for leaf in arrays]
+            parts = [(leaf, box) for leaf, boxes in slabs for box in boxes]
+            elements = elements_of(checkpoint, parts)
             with zipfile.ZipFile(made, "x") as archive:
-                for leaf, name in zip(arrays, names, strict=True):
+                for name, (leaf, boxes) in zip(names, slabs, strict=True):
                     with archive.open(f"{name}.npy", "w", force_zip64=True) as out:
-                        _write_npy(out, leaf, checkpoint)
+                        _write_npy(out, leaf.array, itertools.islice(elements, len(boxes)))
             with made.open("rb") as done:
                 os.fsync(done.fileno())
     return ExportReport(
@@ -99,8 +103,7 @@ def _forbidden(name: str) -> str | None:
     return None
 
 
-def _write_npy(out: Any, leaf: Leaf, checkpoint: Any) -> None:
-    spec = leaf.array
+def _write_npy(out: Any, spec: ArraySpec, slabs: Iterable[npt.NDArray[Any]]) -> None:
     dtype = dtypes.dtype_of(spec.dtype)
     header = {
         "descr": np.lib.format.dtype_to_descr(dtype),
@@ -108,8 +111,8 @@ def _write_npy(out: Any, leaf: Leaf, checkpoint: Any) -> None:
         "shape": spec.shape,
     }
     np.lib.format.write_array_header_1_0(out, header)
-    for box in _slabs(spec):
-        out.write(np.ascontiguousarray(checkpoint.read_box(leaf, box)).reshape(-1).data.cast("B"))
+    for slab in slabs:
+        out.write(np.ascontiguousarray(slab).reshape(-1).data.cast("B"))
 
 
 def _slabs(spec: ArraySpec) -> Iterator[Box]:

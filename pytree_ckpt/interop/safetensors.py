@@ -17,8 +17,8 @@ from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.values import Value
 from pytree_ckpt.interop import names as naming
-from pytree_ckpt.interop.exporting import ExportReport, written_whole
-from pytree_ckpt.interop.flat_files import open_regular, read_box, write_box
+from pytree_ckpt.interop.exporting import ExportReport, elements_of, written_whole
+from pytree_ckpt.interop.flat_files import open_regular, read_box, write_all, write_box
 from pytree_ckpt.interop.json_objects import MAX_JSON_NBYTES
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
 from pytree_ckpt.interop.names import NamedArray
@@ -177,16 +177,18 @@ def _write_file(
         raise CheckpointError(f"the header of {path} would have {len(text)} bytes; use more files")
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        os.write(fd, len(text).to_bytes(8, "little") + text)
+        write_all(fd, len(text).to_bytes(8, "little") + text, at=0)
         os.ftruncate(fd, 8 + len(text) + at)
-        for name, leaf in ordered:
-            spec = leaf.array
-            if spec.storage == "empty":
-                continue
+        parts = [
+            (name, leaf, box)
+            for name, leaf in ordered
+            if leaf.array.storage != "empty"
+            for box in leaf.array.shards.boxes()
+        ]
+        found = elements_of(checkpoint, [(leaf, box) for _, leaf, box in parts])
+        for (name, leaf, box), elements in zip(parts, found, strict=True):
             start = 8 + len(text) + header[name]["data_offsets"][0]
-            for box in spec.shards.boxes():
-                elements = checkpoint.read_box(leaf, box)
-                write_box(fd, start, spec.shape, box, elements)
+            write_box(fd, start, leaf.array.shape, box, elements)
         os.fsync(fd)
     finally:
         os.close(fd)

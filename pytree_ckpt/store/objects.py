@@ -72,7 +72,9 @@ class Objects:
         """The keys below a prefix, without it; one request for each thousand."""
         with self._doing("listing", prefix):
             found = self.store.list(_below(prefix)).result()
-        return sorted(name.decode()[len(prefix) :] for name in found)
+        # What others have here may have names that are no text; it is theirs.
+        names = (name.decode(errors="surrogateescape") for name in found)
+        return sorted(name[len(prefix) :] for name in names)
 
     def remove_below(self, prefix: str) -> None:
         """Delete everything below a prefix."""

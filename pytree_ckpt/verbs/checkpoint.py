@@ -1,8 +1,8 @@
 """Look into a checkpoint without devices: its manifest, and arrays read as numpy."""
 
 import math
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from pytree_ckpt.pictures.pages import manifest_html
 from pytree_ckpt.plan.indexing import Index, to_box
 from pytree_ckpt.plan.loading import plan_reads
 from pytree_ckpt.store.locations import PathLike, locate
+
+T = TypeVar("T")
 
 
 def open_checkpoint(
@@ -39,6 +41,20 @@ def open_checkpoint(
     """
     check_flags(verify=verify)
     return Checkpoint(path, verify=verify, options=given_or_default(options, LoadOptions))
+
+
+def batches(items: Iterable[T], nbytes_of: Callable[[T], int], *, limit: int) -> Iterator[list[T]]:
+    """Items that are read together, so that small arrays are not read one by one."""
+    batch: list[T] = []
+    nbytes = 0
+    for item in items:
+        if batch and nbytes + nbytes_of(item) > limit:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(item)
+        nbytes += nbytes_of(item)
+    if batch:
+        yield batch
 
 
 class Checkpoint:

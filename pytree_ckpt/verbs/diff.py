@@ -13,7 +13,7 @@ from pytree_ckpt.plan import diffing
 from pytree_ckpt.plan.diffing import Difference, Pair, ValueDifference
 from pytree_ckpt.progress import showing
 from pytree_ckpt.store.locations import PathLike, locate
-from pytree_ckpt.verbs.checkpoint import Checkpoint
+from pytree_ckpt.verbs.checkpoint import Checkpoint, batches
 
 Region = tuple[Pair, Box]
 
@@ -145,7 +145,7 @@ def _read(
     """What differs in regions, by leaf."""
     found: dict[str, ValueDifference] = {}
     done, total = 0, sum(map(_nbytes, regions))
-    for batch in _batches(regions, settings.max_inflight_bytes // 2):
+    for batch in batches(regions, _nbytes, limit=settings.max_inflight_bytes // 2):
         ours = one.read_boxes([(pair.a, box) for pair, box in batch])
         theirs = other.read_boxes([(pair.b, box) for pair, box in batch])
         for (pair, box), a, b in zip(batch, ours, theirs, strict=True):
@@ -158,20 +158,6 @@ def _read(
         if progress is not None:
             progress(done, total)
     return found
-
-
-def _batches(regions: Sequence[Region], limit: int) -> Iterator[list[Region]]:
-    """Regions that are read together, so that small arrays are not read one by one."""
-    batch: list[Region] = []
-    nbytes = 0
-    for region in regions:
-        if batch and nbytes + _nbytes(region) > limit:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(region)
-        nbytes += _nbytes(region)
-    if batch:
-        yield batch
 
 
 def _nbytes(region: Region) -> int:
