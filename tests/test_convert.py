@@ -136,6 +136,13 @@ def test_an_int_is_cast_if_its_whole_path_is_given(src: Path) -> None:
     assert not pc.steps(src.parent)
 
 
+def test_sizes_of_a_layout_may_be_numbers_of_numpy(src: Path) -> None:
+    layout = pc.Layout(mesh={"data": np.int64(2)}, specs={"**": ()}, process_count=np.int32(1))
+    dst = src.parent / "dst"
+    pc.convert(src, dst, select="params/bias", layout=layout)
+    assert pc.read_manifest(dst).meshes[0].axis_sizes == (2,)
+
+
 def test_only_what_is_selected_is_taken(src: Path) -> None:
     pc.convert(src, src.with_name("dst"), select="params/**")
     with pc.open(src.with_name("dst")) as new:

@@ -225,6 +225,16 @@ WRONG: dict[str, Wrong] = {
         ValueError,
         "mesh axis 'data' must be an int of at least 1, not 0",
     ),
+    "layout: an axis that is no text": (
+        lambda _: pc.Layout(mesh={1: 2}, specs={"**": ()}),
+        ValueError,
+        "a mesh axis is named by a str such as 'data', not 1",
+    ),
+    "layout: an axis without a name": (
+        lambda _: pc.Layout(mesh={"": 2}),
+        ValueError,
+        "a mesh axis is named by a str such as 'data', not ''",
+    ),
     "layout: more devices than there are": (
         lambda _: pc.Layout(mesh={"data": 1 << 40, "model": 2}),
         ValueError,

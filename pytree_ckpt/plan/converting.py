@@ -123,7 +123,7 @@ def plan_convert(
     leaves, tree, wrong = _selected(manifest, select)
     shardings = Shardings(manifest, layout)
     casts = _Casts(dtype or {})
-    process_count = layout.process_count or (like or manifest).process_count
+    process_count = int(layout.process_count or (like or manifest).process_count)
     forms: dict[tuple[object, ...], int] = {}
     made: list[ArrayForm] = []
     codes: list[int] = []

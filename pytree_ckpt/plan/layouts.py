@@ -43,6 +43,7 @@ class Layout:
         if self.mesh is not None:
             _check_mapping("mesh", self.mesh, "{'data': 4, 'model': 2}")
             for axis, size in self.mesh.items():
+                _check_axis(axis)
                 check_count(f"mesh axis {axis!r}", size)
         self.mesh_of_devices()
         _check_mapping("specs", self.specs, "{'params/**/kernel': 'model,None'}")
@@ -54,13 +55,18 @@ class Layout:
         """The mesh, on as many devices as it needs."""
         if self.mesh is None:
             return None
-        sizes = tuple(self.mesh.values())
+        sizes = tuple(map(int, self.mesh.values()))
         return Mesh(
             axis_names=tuple(self.mesh),
             axis_sizes=sizes,
             axis_types=("Auto",) * len(self.mesh),
             device_ids=Mesh.first_ids(sizes),
         )
+
+
+def _check_axis(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a mesh axis is named by a str such as 'data', not {name!r}")
 
 
 def _check_mapping(name: str, value: object, example: str) -> None:
