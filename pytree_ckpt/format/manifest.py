@@ -196,6 +196,11 @@ class Manifest:
         return [self.specs[code] if code >= 0 else None for code in self.leaf_codes]
 
     @property
+    def packed_codec(self) -> str | None:
+        """Codec of the packed arrays, None if nothing is packed."""
+        return next((spec.codec for spec in self.specs if spec.storage == "packed"), None)
+
+    @property
     def num_chunks(self) -> int:
         """Chunks of all arrays; each has a digest."""
         counts = Counter(code for code in self.leaf_codes if code >= 0)

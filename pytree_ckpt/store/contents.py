@@ -126,13 +126,12 @@ def missing_files(data_folder: Location, manifest: Manifest, size_of: SizeOf) ->
     empty. Only tables are read, and those only if there is a packed array.
     """
     damage: list[Damage] = []
-    packed = [spec for spec in manifest.specs if spec.storage == "packed"]
-    is_raw = all(spec.codec == "raw" for spec in packed)
+    codec = manifest.packed_codec
     for process, ref in enumerate(manifest.tables):
         wrong = _wrong_size(table_file(data_folder, process), ref.nbytes, None, size_of)
         damage += wrong
-        if packed and not wrong:
-            damage += _missing_pieces(data_folder, manifest, process, size_of, is_raw=is_raw)
+        if codec is not None and not wrong:
+            damage += _missing_pieces(data_folder, manifest, process, size_of, codec)
     for leaf in manifest.leaves:
         if leaf.name is None:
             continue
@@ -152,7 +151,7 @@ def shard_nbytes(spec: ArraySpec) -> int | None:
 
 
 def _missing_pieces(
-    data_folder: Location, manifest: Manifest, process: int, size_of: SizeOf, *, is_raw: bool
+    data_folder: Location, manifest: Manifest, process: int, size_of: SizeOf, codec: str
 ) -> list[Damage]:
     """As `missing_files`, of the packed array of one process."""
     try:
@@ -167,7 +166,7 @@ def _missing_pieces(
         inside = min(packed.shard_nbytes, packed.nbytes - start)
         nbytes = -(-inside // packed.chunk_nbytes) * packed.chunk_nbytes + index_nbytes
         file = folder / zarr.shard_file((piece,))
-        wrong = _wrong_size(file, nbytes if is_raw else None, None, size_of)
+        wrong = _wrong_size(file, nbytes if codec == "raw" else None, None, size_of)
         if wrong:  # One is enough: a table that lies may name more than can be counted.
             return wrong
     return []

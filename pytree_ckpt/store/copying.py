@@ -98,7 +98,7 @@ def _folders(manifest: Manifest, tables: Sequence[Table]) -> Iterator[Within]:
 
 
 def _files(manifest: Manifest, tables: Sequence[Table]) -> Iterator[_File]:
-    codec = next((spec.codec for spec in manifest.specs if spec.storage == "packed"), "raw")
+    codec = manifest.packed_codec or "raw"
     for process, table in enumerate(tables):
         place: Within = partial(contents.table_file, process=process)
         yield _File(place=place, nbytes=manifest.tables[process].nbytes)

@@ -67,10 +67,9 @@ class PackedReader:
         buffers: dict[tuple[int, int], dict[int, Array]] = {}
         group = Group()
         for process in sorted({shard.process for shard in shards}):
-            odd = self._odd(process)
-            if odd:
-                group.add_damage(odd)
-            if any(damage.kind == "link" for damage in odd):
+            folder = contents.packed_folder(self._data, process)
+            counts = (self._extent(process).num_files,)
+            if group.add_damage(contents.check_folder(folder, counts, None)):
                 shards = [shard for shard in shards if shard.process != process]
         left = Counter((shard.request, shard.unit) for shard in shards)
         for window in self._windows(shards):
@@ -144,10 +143,6 @@ class PackedReader:
         metadata = zarr.packed_metadata(self._extent(process), self._codec)
         folder = contents.packed_folder(self._data, process)
         return arrays.open_array(folder, metadata, self._ctx, write=False)
-
-    def _odd(self, process: int) -> list[Damage]:
-        folder = contents.packed_folder(self._data, process)
-        return contents.check_folder(folder, (self._extent(process).num_files,), None)
 
     def _read_window(self, memory: Array, window: Window, placed: Sequence["_Placed"]) -> None:
         lost = None

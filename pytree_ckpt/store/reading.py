@@ -135,9 +135,7 @@ class CheckpointReader:
             if not own:
                 continue
             odd = [found for leaf in own for found in self._odd_in_array(leaf)]
-            if odd:
-                group.add_damage(odd)
-            if any(found.kind == "link" for found in odd):
+            if group.add_damage(odd):
                 continue
             small = small_buffers(request.plan)
             for at, unit in enumerate(request.plan.units):
@@ -161,7 +159,7 @@ class CheckpointReader:
     @cached_property
     def _packed(self) -> PackedReader | None:
         """The reader of what is packed, None if nothing is."""
-        codec = next((s.codec for s in self.manifest.specs if s.storage == "packed"), None)
+        codec = self.manifest.packed_codec
         if codec is None:
             return None
         return PackedReader(

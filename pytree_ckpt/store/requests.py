@@ -55,9 +55,11 @@ class Group:
     filled: list[Filled] = field(default_factory=list)
     nbytes: int = 0
 
-    def add_damage(self, damage: Sequence[Damage]) -> None:
-        """Have damage reported that was found before anything is read."""
-        self.jobs.append(functools.partial(_report, damage))
+    def add_damage(self, damage: Sequence[Damage]) -> bool:
+        """Have damage reported that was found before anything is read; whether nothing may be."""
+        if damage:
+            self.jobs.append(functools.partial(_report, damage))
+        return any(found.kind == "link" for found in damage)
 
     def add(self, request: int, buffers: Mapping[int, Array]) -> None:
         for box, buffer in buffers.items():
