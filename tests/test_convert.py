@@ -401,6 +401,15 @@ def test_workers_are_started_here(src: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert pc.verify(dst).ok
 
 
+def test_a_worker_may_say_more_than_a_pipe_holds(
+    src: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONVERBOSE", "1")
+    pc.convert(src, src.with_name("dst"), workers=2, timeout_s=PATIENCE_S)
+    assert pc.verify(src.with_name("dst")).ok
+
+
 def test_a_worker_that_fails_fails_the_conversion(src: Path) -> None:
     for file in src.glob("data-*/packed/*/c*"):
         file.unlink()

@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import IO, Any
 
 from pytree_ckpt.errors import CheckpointError
 from pytree_ckpt.options import SaveOptions
@@ -16,30 +17,27 @@ from pytree_ckpt.plan.layouts import Layout
 def started(settings: Mapping[str, Any], workers: int) -> Iterator[Callable[[], None]]:
     """The other processes; yields a check that none of them has failed."""
     command = [sys.executable, "-m", __name__]
-    helpers = [
-        subprocess.Popen(
-            [*command, json.dumps({**settings, "process": [number, workers]}, default=list)],
-            stderr=subprocess.PIPE,
-        )
-        for number in range(1, workers)
-    ]
+    helpers: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
 
     def check() -> None:
-        for helper in helpers:
+        for helper, said in helpers:
             if helper.poll():
-                text = (helper.stderr.read() if helper.stderr else b"").decode(errors="replace")
-                reason = text.strip().rpartition("\n")[2]
+                said.seek(0)
+                reason = said.read().decode(errors="replace").strip().rpartition("\n")[2]
                 raise CheckpointError(f"a process of the conversion failed: {reason}")
 
-    try:
+    with ExitStack() as stack:
+        for number in range(1, workers):
+            # A file, because who writes to a pipe that is full waits for a reader.
+            said = stack.enter_context(tempfile.TemporaryFile())
+            text = json.dumps({**settings, "process": [number, workers]}, default=list)
+            helper = stack.enter_context(subprocess.Popen([*command, text], stderr=said))
+            stack.callback(helper.kill)
+            helpers.append((helper, said))
         yield check
-        for helper in helpers:
+        for helper, _ in helpers:
             helper.wait()
         check()
-    finally:
-        for helper in helpers:
-            helper.kill()
-            helper.communicate()
 
 
 def _run_process(text: str) -> None:
