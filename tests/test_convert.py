@@ -210,6 +210,7 @@ def test_a_checkpoint_is_not_replaced_unless_asked(src: Path) -> None:
     pc.convert(src, src, overwrite=True, dtype={"**/kernel": "float64"})
     with pc.open(src) as new:
         assert new["params/kernel"].dtype == np.float64
+    assert [folder.name for folder in src.glob("data-*")] == [pc.read_manifest(src).data_dir]
 
 
 # --- several processes, and interrupted ones ------------------------------------------------------
@@ -293,6 +294,18 @@ def test_what_was_finished_and_then_damaged_is_written_again(src: Path) -> None:
     (first, *_) = sorted(dst.glob("data-*/arrays/params.kernel/c*"))
     first.write_bytes(first.read_bytes()[:-3] + b"abc")
     finish(start(src, dst))
+    assert pc.verify(dst).ok
+
+
+def test_what_is_finished_needs_no_space_again(src: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dst = src.with_name("dst")
+    start(src, dst, die_after=8).communicate(timeout=120)
+    layout = pc.Layout(mesh={"data": 2, "model": 4})
+    needed = pc.convert(src, dst, layout=layout, dry_run=True).plan.parts[0].plan.nbytes
+    monkeypatch.setattr(disk, "free_nbytes", lambda _: needed - 1)
+    with pytest.raises(OSError, match="are free"):
+        pc.convert(src, dst.with_name("another"), layout=layout)
+    assert pc.convert(src, dst, layout=layout).kept_nbytes
     assert pc.verify(dst).ok
 
 

@@ -231,7 +231,7 @@ def resumable_attempt(
         with disk.FolderLock(folder, shared=True) as lock:
             if lock.state in ("held", "unsupported"):
                 reclaim(path, keep=folder.name)
-                _check_space(path, needed_nbytes)
+                _check_space(path, needed_nbytes - disk.nbytes_below(folder))
                 yield Attempt(path, nonce, made, lock, overwrite=overwrite)
                 return
         time.sleep(_BUSY_S)  # Somebody is taking it for a leftover.

@@ -181,6 +181,16 @@ def remove_tree(path: Path) -> None:
         return
 
 
+def nbytes_below(path: Path) -> int:
+    """Bytes of all files in a folder, and in the folders in it; links are not followed."""
+    found = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found += os.lstat(os.path.join(folder, name)).st_size
+    return found
+
+
 def free_nbytes(path: Path) -> int | None:
     """Bytes that this user may still write on the file system of `path`, None if unknown."""
     try:

@@ -148,8 +148,6 @@ def convert(
             timeout_s=timeout_s,
             options=options,
         )
-        if workers == 1:
-            return job.run()
         settings = {
             "src": str(source),
             "dst": str(job.dst),
@@ -166,7 +164,9 @@ def convert(
             },
         }
         with started(settings, workers) as check:
-            return job.run(check)
+            report = job.run(check)
+    commit.reclaim(job.folder)  # what was read, if it was replaced: it was held until now
+    return report
 
 
 def _place(process: tuple[int, int] | None, workers: int) -> tuple[int, int]:
@@ -199,20 +199,20 @@ class _Job:
     def __post_init__(self) -> None:
         if self.dst.path is None:
             raise CheckpointError(f"convert writes to a disk, and {self.dst} is in an object store")
-        self._folder = self.dst.path
+        self.folder = self.dst.path
         self._draft = _draft(self.src, self.manifest, self.plan, self.options)
 
-    def run(self, check: Any = lambda: None) -> ConvertReport:
+    def run(self, check: Callable[[], None]) -> ConvertReport:
         """Write this process's part; process 0 commits, the others wait for it."""
         nonce = self._nonce()
         if (done := self._committed(nonce)) is not None:
             self._remove_journals(nonce)
-            commit.settle(self._folder)
+            commit.settle(self.folder)
             return ConvertReport(plan=self.plan, manifest=done)
         clock = StageClock()
         part = self.plan.parts[self.process]
         with commit.resumable_attempt(
-            self._folder, nonce, overwrite=self.overwrite, needed_nbytes=part.plan.nbytes
+            self.folder, nonce, overwrite=self.overwrite, needed_nbytes=part.plan.nbytes
         ) as attempt:
             nbytes = part.plan.nbytes
             with showing(f"converting {self.src}", self.options.progress) as progress:
@@ -231,16 +231,16 @@ class _Job:
     def _nonce(self) -> str:
         """Named by what is converted to what, so that the next run finds what this one did."""
         replaced = b""
-        if self.overwrite and commit.is_committed(self._folder):
-            replaced = commit.read_manifest(self._folder).id
+        if self.overwrite and commit.is_committed(self.folder):
+            replaced = commit.read_manifest(self.folder).id
         what = b"".join([self.manifest.id, manifest_file.to_bytes(self._draft)[1], replaced])
         return hashlib.sha256(what).hexdigest()[:32]
 
     def _committed(self, nonce: str) -> Manifest | None:
         """The new checkpoint, if it is there."""
-        if not commit.is_committed(self._folder):
+        if not commit.is_committed(self.folder):
             return None
-        found = commit.read_manifest(self._folder)
+        found = commit.read_manifest(self.folder)
         return found if found.nonce == nonce else None
 
     def _write(
@@ -342,7 +342,7 @@ class _Job:
     def _remove_journals(self, nonce: str) -> None:
         """Remove what a process made that came when the others had finished without it."""
         with contextlib.suppress(OSError):
-            disk.remove_tree(self._folder / data_dir(nonce) / JOURNALS)
+            disk.remove_tree(self.folder / data_dir(nonce) / JOURNALS)
 
     def _wait(self, attempt: Attempt, missing: Any) -> None:
         """Wait until nobody is missing, as long as anybody writes something.
