@@ -211,7 +211,7 @@ ALL = [
     ),
     Mutant(
         name="a conversion that is there is not made durable",
-        edits=[(CONVERT, "            commit.settle(self._folder)\n", "")],
+        edits=[(CONVERT, "            commit.settle(self.folder)\n", "")],
         campaigns=["restart"],
         scenarios=[conversion],
     ),
