@@ -235,6 +235,17 @@ def be_told_twice(root: str, here: str, go: str) -> None:
     own.save(2, state(2))
 
 
+def tell_all_managers(root: str) -> None:
+    """Each has a loop of its own, and saves once more."""
+    first = pc.CheckpointManager(f"{root}/first", save_every=1000, on_sigterm=True)
+    second = pc.CheckpointManager(f"{root}/second", save_every=1000, on_sigterm=True)
+    signal.raise_signal(signal.SIGTERM)
+    expect(pc.Preempted, lambda: first.save(1, state(1)))
+    expect(pc.Preempted, lambda: second.save(2, state(2)))
+    assert (first.steps(), second.steps()) == ([1], [2])
+    signal.raise_signal(signal.SIGTERM)
+
+
 def fork_a_worker(root: str, here: str) -> None:
     """A worker that loads data is told to end as multiprocessing does it; the run goes on."""
     own = pc.CheckpointManager(root, on_sigterm=True)

@@ -223,6 +223,14 @@ def test_a_second_sigterm_ends_the_process_and_leaves_the_step_before(
     assert newest(root) == 1
 
 
+def test_all_managers_of_a_process_hear_sigterm(
+    processes: Runs, root: Path, tmp_path: Path
+) -> None:
+    run = processes.start(runs.tell_all_managers, tmp_path, root)
+    assert run.end() == -signal.SIGTERM, run.stderr
+    assert "AssertionError" not in run.stderr
+
+
 def test_sigterm_ends_a_fork_as_if_nobody_listened(
     processes: Runs, root: Path, tmp_path: Path, here: Line
 ) -> None:

@@ -80,7 +80,7 @@ class SyncPoint:
 
 
 class Sigterm:
-    """Notes that SIGTERM came. A second one does what it did before.
+    """Notes that SIGTERM came, as all of its kind do. A second one does what it did before.
 
     Where `jax.distributed` is initialized later, the signal is JAX's, and so is the word.
     """
@@ -103,8 +103,10 @@ class Sigterm:
         # It does not log: it may have interrupted a write to the very stream of the log.
         self._came = self.is_open = True
         self._put_back()
-        if self._listener != os.getpid():
-            # Nobody listens any more; or this is a fork, such as a worker that loads data.
+        is_other = isinstance(getattr(self._before, "__self__", None), Sigterm)
+        if is_other or self._listener != os.getpid():
+            # Another manager is to hear it too; or nobody listens any more; or this is a fork, such
+            # as a worker that loads data.
             signal.raise_signal(signal.SIGTERM)
 
     def release(self) -> None:
