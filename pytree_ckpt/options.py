@@ -93,6 +93,8 @@ class LoadOptions:
         _check_bounds(self)
 
 
+_LONGEST_S = 1e9
+"""What locks, and the service of JAX, can count; it is 31 years."""
 _Options = TypeVar("_Options", SaveOptions, LoadOptions)
 
 
@@ -142,7 +144,7 @@ def check_seconds(name: str, value: object) -> None:
     Raises:
         ValueError: With the name and the value.
     """
-    if not isinstance(value, (int, float)) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{name} must be a number of seconds above 0, not {value!r}")
 
 
@@ -154,3 +156,5 @@ def _check_bounds(options: SaveOptions | LoadOptions) -> None:
     if not (isinstance(progress, bool) or progress == "auto" or callable(progress)):
         raise ValueError(f"progress must be True, False, 'auto' or a function, not {progress!r}")
     check_seconds("timeout_s", options.timeout_s)
+    if options.timeout_s > _LONGEST_S:
+        raise ValueError(f"timeout_s must be at most {_LONGEST_S:.0e}, not {options.timeout_s!r}")

@@ -291,6 +291,16 @@ WRONG: dict[str, Wrong] = {
         ValueError,
         "newer_than must be a number of seconds above 0, not 'day'",
     ),
+    "manager: save_every_seconds": (
+        lambda ckpt: pc.CheckpointManager(ckpt, save_every_seconds=True),
+        ValueError,
+        "save_every_seconds must be a number of seconds above 0, not True",
+    ),
+    "options: for ever": (
+        lambda _: pc.LoadOptions(timeout_s=float("inf")),
+        ValueError,
+        r"timeout_s must be at most 1e\+09, not inf",
+    ),
     "steps: prefix": (
         lambda ckpt: pc.steps(ckpt, prefix=None),
         ValueError,
