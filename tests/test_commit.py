@@ -1,10 +1,13 @@
 """A checkpoint appears whole, is replaced whole, and what failed leaves nothing behind."""
 
 import contextlib
+import copy
 import errno
 import fcntl
+import gc
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -1397,3 +1400,31 @@ def test_who_can_open_no_more_files_does_not_take_a_folder_for_unlocked(
             pc.save(tmp_path / "new" / "ckpt", state_of(2))
         assert (path / "manifest.msgpack").exists()
     assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_what_holds_a_checkpoint_open_is_neither_copied_nor_pickled(tmp_path: Path) -> None:
+    """A copy would close the descriptor, which may then be another file's."""
+    pc.save(tmp_path, state_of(1))
+    with pc.open(tmp_path) as checkpoint:
+        for copy_it in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="can be neither copied nor pickled"):
+                copy_it(checkpoint)
+        gc.collect()
+        assert not roots.delete(tmp_path)  # it is still held
+        assert number_of(checkpoint.to_numpy()) == 1
+
+
+def test_a_deletion_of_what_another_process_deletes_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckpt"
+    pc.save(path, state_of(1))
+    remove = roots._remove
+
+    def late(place: Path, named: str | None) -> bool:
+        shutil.rmtree(path)
+        return remove(place, named)
+
+    monkeypatch.setattr(roots, "_remove", late)
+    assert roots.delete(path)
+    assert not path.exists()

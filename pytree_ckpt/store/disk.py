@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, NoReturn, Self
 
 NO_FILE = (errno.ELOOP, errno.EINVAL, errno.EISDIR)
 """How `read_file` refuses what is there, but no regular file."""
@@ -260,6 +260,10 @@ class FolderLock:
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would close what is open here, or by then in another place of the program.
+        raise TypeError("what holds a checkpoint open can be neither copied nor pickled")
 
     def __enter__(self) -> Self:
         return self

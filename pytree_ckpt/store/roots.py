@@ -101,9 +101,14 @@ def delete(path: Path) -> bool:
     try:
         named = commit.read_manifest(path).data_dir
     except CheckpointError:
-        return _remove(path, None)
-    with disk.FolderLock(path / named, shared=False) as lock:
-        return lock.state != "busy" and _remove(path, named)
+        named = None
+    try:
+        if named is None:
+            return _remove(path, None)
+        with disk.FolderLock(path / named, shared=False) as lock:
+            return lock.state != "busy" and _remove(path, named)
+    except FileNotFoundError:
+        return True  # Somebody else has deleted it meanwhile, with its folder.
 
 
 def _remove(path: Path, named: str | None) -> bool:
