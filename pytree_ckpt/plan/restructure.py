@@ -255,17 +255,17 @@ class _Restructuring:
 
     def _stack(self, rule: _Rule, text: str, parts: list[tuple[int, Leaf]]) -> None:
         leaves = tuple(leaf for _, leaf in parts)
-        first, specs = leaves[0], [leaf.spec for leaf in leaves if leaf.spec is not None]
+        first = leaves[0]
         why_not = _gap([number for number, _ in parts]) or _odd_one(leaves)
         if not why_not:
             try:
-                spec = stacking.stacked(specs[0], len(specs))
+                spec = stacking.stacked(first.array, len(leaves))
             except ValueError as error:
                 why_not = str(error)
         if why_not:
             self._wrong.append(rule.wrong(why_not, path=text))
             return
-        path = self._keys.path(text, first.path)
+        path, place = self._keys.path(text, first.path), first.array.sharding
         self._moved.append(
             Source(
                 leaf=dataclasses.replace(first, path=path, text=text, spec=spec, name=None),
@@ -274,11 +274,11 @@ class _Restructuring:
                 relayout=tuple(
                     _relayout(
                         text,
-                        f"{first.text} is saved as {place_text(specs[0].sharding)}, "
-                        f"and {leaf.text} as {place_text(own.sharding)}",
+                        f"{first.text} is saved as {place_text(place)}, "
+                        f"and {leaf.text} as {place_text(leaf.array.sharding)}",
                     )
-                    for leaf, own in zip(leaves, specs, strict=True)
-                    if not same_place(own.sharding, specs[0].sharding)
+                    for leaf in leaves
+                    if not same_place(leaf.array.sharding, place)
                 )[:1],
             )
         )

@@ -14,6 +14,7 @@ from pytree_ckpt.clock import StageClock
 from pytree_ckpt.errors import CheckpointError, PeerTimeoutError
 from pytree_ckpt.format import manifest_file, tables, wire
 from pytree_ckpt.format.manifest import Manifest, TableRef, data_dir
+from pytree_ckpt.format.shardings import Named
 from pytree_ckpt.format.tables import ShardIndex, Table
 from pytree_ckpt.options import (
     MAX_PROCESSES,
@@ -380,7 +381,7 @@ def _draft(src: Location, manifest: Manifest, plan: ConvertPlan, options: SaveOp
     meshes = {
         len(spec.sharding.mesh.device_ids)
         for spec in plan.specs
-        if spec.sharding is not None and hasattr(spec.sharding, "mesh")
+        if isinstance(spec.sharding, Named)
     }
     whole = len(plan.leaves) == len(manifest.leaves)
     placeholder = TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32))
