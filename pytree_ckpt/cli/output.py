@@ -17,7 +17,7 @@ import click
 from pytree_ckpt.pictures.text import plain
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 _AS_JSON = f"{__name__}.as_json"
 _PIPE_WIDTH = 1000
@@ -46,7 +46,10 @@ def emit(document: Mapping[str, Any], draw: "Callable[[], Iterable[RenderableTyp
     if click.get_current_context().meta[_AS_JSON]:
         _print_json(document)
         return
-    out = console(sys.stdout)
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    out = Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
     with out.capture() as text:  # rich ends the process by itself where it meets a closed pipe
         for part in draw():
             out.print(part)
@@ -93,16 +96,3 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value
-
-
-def console(file: Any) -> "Console":
-    """A console that takes all text as it is."""
-    from rich.console import Console
-
-    return Console(
-        file=file,
-        width=None if file.isatty() else _PIPE_WIDTH,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )

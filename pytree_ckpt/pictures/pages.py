@@ -47,7 +47,10 @@ def fragment(*content: Content) -> str:
 
 def _sections(manifest: Manifest) -> Iterator[Html]:
     root = outline(manifest)
-    yield facts(manifest_facts(manifest))
+    facts = (
+        tag("div", tag("dt", what), tag("dd", text)) for what, text in manifest_facts(manifest)
+    )
+    yield tag("dl", *facts, class_="pc-facts")
     if root.nbytes:
         yield tag("h2", "Where the bytes are")
         yield _map(root)
@@ -63,15 +66,6 @@ def _sections(manifest: Manifest) -> Iterator[Html]:
         if content:
             yield tag("h2", name)
             yield _entries(content)
-
-
-# --- facts ----------------------------------------------------------------------------------------
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> Html:
-    """Names and values side by side."""
-    items = (tag("div", tag("dt", name), tag("dd", value)) for name, value in pairs)
-    return tag("dl", *items, class_="pc-facts")
 
 
 # --- bytes ----------------------------------------------------------------------------------------
