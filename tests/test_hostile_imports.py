@@ -41,6 +41,7 @@ CLAIMS: dict[str, bytes] = {
     "a name that nests without end": header(**{"a." * 100_000: tensor("U8", [1], 0, 1)}) + b"x",
     "an offset of ten thousand digits": header_of(b'{"a": [0, ' + b"9" * 10_000 + b"]}"),
     "an offset that is no int": one_byte(data_offsets=[0, 1.0]),
+    "an offset that is a bool": one_byte(data_offsets=[False, True]),
 }
 
 

@@ -106,6 +106,34 @@ def test_what_orbax_wrote_comes_back_to_the_last_bit(tmp_path: Path, writer: str
     assert manifest.metadata == kept.get(writer)
 
 
+@pytest.mark.parametrize("is_ocdbt", [True, False])
+@pytest.mark.parametrize(
+    "tree",
+    [[np.arange(3), {"a": np.ones(2)}, [], None], np.arange(4.0), {"b": {"1": np.ones(1)}}],
+    ids=["a list", "a leaf", "a dict"],
+)
+def test_a_tree_of_any_root_is_imported(tmp_path: Path, tree: Any, is_ocdbt: bool) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=is_ocdbt)) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave(tree))
+    pc.import_orbax(tmp_path / "orbax", tmp_path / "ours")
+    assert_same(pc.load(tmp_path / "ours"), tree)
+
+
+def test_keys_that_may_have_been_ints_are_told(tmp_path: Path) -> None:
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", {"blocks": {1: np.ones(1), 20: np.ones(2)}})
+    report = pc.import_orbax(tmp_path / "orbax", tmp_path / "ours")
+    assert pc.load(tmp_path / "ours")["blocks"].keys() == {"1", "20"}
+    (lost,) = report.left_out
+    assert "blocks/'1', blocks/'20' came as text" in lost
+
+
+def test_an_item_may_be_beside(tmp_path: Path) -> None:
+    path = manager(tmp_path / "root")
+    pc.import_orbax(path / "notes", tmp_path / "ours", item="../state")
+    assert pc.verify(tmp_path / "ours").ok
+
+
 def test_an_import_needs_neither_orbax_nor_jax(tmp_path: Path) -> None:
     WRITERS["v0, zarr 3 in OCDBT"](tmp_path / "orbax")
     code = (

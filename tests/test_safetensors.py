@@ -341,6 +341,31 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
     assert not (tmp_path / "b").exists()
 
 
+def test_an_index_says_which_tensor_is_taken_from_which_file(tmp_path: Path) -> None:
+    """Files that are reused have more in them, and some of it under names of other files."""
+    files = {"one": {"a": 1, "b": 2}, "two": {"b": 3, "c": 4}}
+    for name, values in files.items():
+        tensors = {key: np.full(2, value) for key, value in values.items()}
+        safetensors.numpy.save_file(tensors, tmp_path / f"{name}.safetensors")
+    taken = {"a": "one.safetensors", "b": "two.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": taken}))
+    report = pc.import_safetensors(tmp_path, tmp_path / "ours")
+    assert_same(pc.load(tmp_path / "ours"), {"a": np.full(2, 1), "b": np.full(2, 3)})
+    assert [what.split(":")[0] for what in report.left_out] == ["b", "c"]
+    index.write_text(json.dumps({"weight_map": {**taken, "c": "one.safetensors"}}))
+    with pytest.raises(pc.FormatError, match="names 'c', which one"):
+        pc.import_safetensors(tmp_path, tmp_path / "others")
+
+
+def test_metadata_may_be_null(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(header(__metadata__=None, a=tensor("U8", [1], 0, 1)) + b"x")
+    assert safetensors.numpy.load_file(file)["a"] == [120]
+    pc.import_safetensors(file, tmp_path / "ours")
+    assert pc.load(tmp_path / "ours")["a"] == [120]
+
+
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     safetensors.numpy.save_file({"a": np.ones(1)}, tmp_path / "secret.safetensors")

@@ -93,11 +93,11 @@ class _Import:
                 continue
             ends[entry.path], found[entry.path], stores[entry.path] = "leaf", leaf, store
         try:
-            tree = from_ends(ends, known=Tree(("dict",), (0,), (None,)))
+            tree = from_ends(ends, known=Tree(("none",), (0,), (None,)))
         except ValueError as error:
             raise FormatError(f"{self._item.folder} has a tree that is none: {error}") from None
         paths = tree.leaf_paths()
-        self._note_sequences(tree)
+        self._note_containers(tree)
 
         def view(leaf: int, box: Box) -> Any:
             return self._read(stores[paths[leaf]], box, to_text(paths[leaf]))
@@ -132,13 +132,13 @@ class _Import:
 
     def _describe(self, entry: Entry) -> ZarrArray:
         """The array of a leaf, by its own metadata file."""
-        parts = set(entry.name.split("/"))
+        parts = set(entry.name.split("/")) if entry.path else set()
         if not self._item.is_ocdbt and ({"", ".", ".."} & parts or "\0" in entry.name):
             raise FormatError(f"{self._item.folder} has a leaf named {entry.name!r}")
         name = ".zarray" if self._item.zarr_format == 2 else "zarr.json"
         what = f"{self._item.folder}: {to_text(entry.path)}"
         with _readable(what):
-            found = self._kv.read(f"{entry.name}/{name}").result()
+            found = self._kv.read(f"{_folder_of(entry)}{name}").result()
         if found.state != "value":
             raise FormatError(f"{what} has no {name}")
         return orbax_files.zarr_array(found.value, self._item.zarr_format, what=what)
@@ -147,7 +147,7 @@ class _Import:
         what = f"{self._item.folder}: {to_text(entry.path)}"
         spec = {
             "driver": "zarr" if self._item.zarr_format == 2 else "zarr3",
-            "kvstore": (self._kv / f"{entry.name}/").spec().to_json(),
+            "kvstore": (self._kv / _folder_of(entry)).spec().to_json(),
             "metadata": dict(array.metadata),
             "fill_missing_data_reads": not self._item.stores_fill_values,
         }
@@ -187,8 +187,18 @@ class _Import:
         self._left_out.append(f"{to_text(entry.path)}: its layout; it is on one device ({why})")
         return Single(device_id=0)
 
-    def _note_sequences(self, tree: Tree) -> None:
-        """Say where a tuple may have become a list: orbax writes both alike."""
+    def _note_containers(self, tree: Tree) -> None:
+        """Say where a tuple may have become a list, an int a text: orbax writes both alike."""
+        numbers = [
+            to_text(path)
+            for path, _ in tree.walk()
+            if path and path[-1].kind == "str" and str(path[-1].value).isdecimal()
+        ]
+        if numbers:
+            self._left_out.append(
+                "which keys of dicts are ints: orbax does not say; "
+                f"{', '.join(numbers)} came as text"
+            )
         lists = [to_text(path) or "(root)" for path, kind in tree.walk() if kind == "list"]
         if lists:
             self._left_out.append(
@@ -224,6 +234,11 @@ class _Import:
         except (TypeError, ValueError) as error:
             self._left_out.append(f"metadata: {error}")
             return None
+
+
+def _folder_of(entry: Entry) -> str:
+    """Where the array of a leaf is; that of a tree which is one leaf lies at the top."""
+    return f"{entry.name}/" if entry.path else ""
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def find_item(path: Path, item: str | None) -> Path:
         raise ValueError(f"item must be a str such as 'state', not {item!r}")
     if UNFINISHED in path.name:
         raise NotFoundError(f"{path} is a save that orbax did not finish")
-    folder = path if item is None else path / item
+    folder = path if item is None else Path(os.path.abspath(path / item))
     if not (folder / METADATA_FILE).is_file():
         items = [p.parent.name for p in sorted(folder.glob(f"*/{METADATA_FILE}"))]
         if item is not None or len(items) != 1:

@@ -223,7 +223,7 @@ def import_safetensors(
         ExistsError: There is a checkpoint at `dst` and `overwrite` is False.
     """
     path = local_path(src)
-    tensors, metadata = read_model(path)
+    tensors, metadata, left_out = read_model(path)
     whole = metadata.pop(naming.TREE_KEY, None)
     found: Sequence[NamedArray | Value]
     if whole is None:
@@ -263,4 +263,5 @@ def import_safetensors(
             metadata={key: value for key, value in metadata.items() if key != "format"} or None,
             overwrite=overwrite,
             options=options,
+            left_out=left_out,
         )

@@ -69,10 +69,11 @@ def file_names(dst: Path, count: int) -> list[Path]:
     return [*files, folder / f"{stem}.safetensors.index.json"]
 
 
-def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
     """The tensors of a file, or of a model in a folder, by name, and the metadata of its files.
 
-    Of a folder the files are those that transformers would take.
+    Of a folder the files are those that transformers would take, and with an index from each file
+    the tensors that it takes from there: what else is in it, it says last.
 
     Raises:
         FormatError: A file is not safetensors, or an index none, or it leads out of its folder.
@@ -87,17 +88,19 @@ def read_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         files = [path / name for name in sorted(set(names.values()))]
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
+    left_out: list[str] = []
     for file in files:
         found, strings = _read_header(file)
         metadata |= strings
         for tensor in found:
-            if tensor.name in tensors:
-                raise FormatError(f"{tensor.name!r} is in {tensors[tensor.name].file} and {file}")
-            tensors[tensor.name] = tensor
+            if names is None or names.get(tensor.name) == file.name:
+                tensors[tensor.name] = tensor
+            else:
+                left_out.append(f"{tensor.name}: it is in {file.name}, not by {INDEX_FILE}")
     for name, file_name in (names or {}).items():
-        if name not in tensors or tensors[name].file.name != file_name:
+        if name not in tensors:
             raise FormatError(f"{index} names {name!r}, which {file_name} does not have")
-    return tensors, metadata
+    return tensors, metadata, left_out
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -128,7 +131,8 @@ def _read_header(file: Path) -> tuple[list[Tensor], dict[str, str]]:
         if size < 8 or length > min(MAX_JSON_NBYTES, size - 8):
             raise FormatError(f"{what} is not a safetensors file: its header has {length} bytes")
         header = json_object(opened.read(length), what=f"the header of {what}")
-    metadata = header.pop(METADATA_KEY, {})
+    metadata = header.pop(METADATA_KEY, None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(f"{what} has metadata that are not strings")
     tensors = [_tensor(name, item, file, 8 + length) for name, item in header.items()]
@@ -148,7 +152,7 @@ def _tensor(name: str, item: Any, file: Path, base: int) -> Tensor:
             "dtype": str() as code,
             "shape": [*shape],
             "data_offsets": [int() as start, int() as stop],
-        }:
+        } if not isinstance(start, bool) and not isinstance(stop, bool):
             pass
         case _:
             raise FormatError(f"{file} has no valid entry for {name!r}")
