@@ -21,8 +21,8 @@ def no_sweeps() -> Iterator[None]:
         True
     """
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:

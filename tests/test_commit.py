@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -1354,6 +1355,19 @@ def test_a_forked_child_neither_keeps_a_lock_nor_takes_it_from_its_owner(tmp_pat
         [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True
     )
     assert (done.stdout.split(), done.stderr) == (["held", "busy"], "")
+
+
+def test_a_lock_whose_release_was_interrupted_is_not_held_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a notebook does not end the process."""
+    lock = disk.FolderLock(tmp_path, shared=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            lock.release()
+    lock.release()
+    assert disk.FolderLock(tmp_path, shared=False).state == "held"
 
 
 def test_a_checkpoint_that_is_deleted_while_a_load_looks_for_it_is_not_found(

@@ -313,3 +313,18 @@ def test_a_save_and_a_load_leave_the_collector_of_cycles_as_it_was(
         assert gc.isenabled() == on
     finally:
         gc.enable()
+
+
+def test_a_save_that_is_interrupted_leaves_the_collector_of_cycles_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disable = gc.disable
+
+    def interrupted() -> None:
+        disable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gc, "disable", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pc.save(tmp_path / "ckpt", {"a": np.arange(3)})
+    assert gc.isenabled()

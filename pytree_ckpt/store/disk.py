@@ -252,13 +252,14 @@ class FolderLock:
 
     def release(self) -> None:
         """Give the lock back; again is harmless."""
-        fd, self._fd = self._fd, None
+        fd = self._fd
         if fd is not None:
             # A child that was forked meanwhile has the lock open too: closing here would leave it
             # locked as long as the child lives, and unlocking there would take it from its owner.
             if os.getpid() == self._pid:
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)
+            self._fd = None  # not before: who is interrupted in between still has it to give back
             os.close(fd)
 
     def __reduce__(self) -> NoReturn:
