@@ -20,7 +20,7 @@ import pytree_ckpt as pc
 from pytree_ckpt.format.steps import StepNames
 from pytree_ckpt.store import disk, health, roots
 from pytree_ckpt.store.commit import Attempt
-from pytree_ckpt.store.locations import locate
+from pytree_ckpt.store.locations import Location, locate
 from pytree_ckpt.verbs.survey import pin, prune, survey
 from tests.gates import PATIENCE_S, FullDisk, Gate, after_writing, before_writing
 from tests.test_steps import make_foreign
@@ -950,6 +950,21 @@ def test_the_step_before_a_damaged_one_is_loaded_when_asked(
         manager.restore(step=30)
 
 
+def test_what_replaced_a_damaged_step_while_it_was_read_is_not_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, quarantine = save_steps(tmp_path, 10, 20), health.quarantine
+    flip_a_bit(tmp_path, 20)
+
+    def late(location: Location, *args: Any) -> None:
+        pc.save(pc.step_path(tmp_path, 20), state(20), overwrite=True)
+        quarantine(location, *args)
+
+    monkeypatch.setattr(health, "quarantine", late)
+    assert restored(manager, on_damage="previous") == 10
+    assert restored(manager) == 20
+
+
 @every_damage
 def test_a_run_goes_on_over_a_step_that_is_marked(tmp_path: Path, damage: Damage) -> None:
     manager = save_steps(tmp_path, 10, 20, 30, keep=pc.Keep(last=3))
@@ -1142,7 +1157,8 @@ def test_a_manager_says_what_it_holds(tmp_path: Path) -> None:
     manager = save_steps(tmp_path, 1, 2, keep=pc.Keep(last=2))
     where = f"CheckpointManager({str(tmp_path)!r}, "
     assert repr(manager) == f"{where}2 steps [1, 2], keep=Keep(last=2))"
-    health.quarantine(locate(tmp_path / "step_00000002"), "for a test")
+    second = locate(tmp_path / "step_00000002")
+    health.quarantine(second, health.named_by(second), "for a test")
     assert repr(manager) == f"{where}1 step [1], 1 not good, keep=Keep(last=2))"
 
 

@@ -93,9 +93,12 @@ def unpin(location: Location) -> None:
     location.sync()
 
 
-def quarantine(location: Location, reason: str) -> None:
-    """Mark a checkpoint as damaged and leave it in place; where that is refused, nothing."""
-    text = f"{_data_dir(location) or _NO_MANIFEST}\n{reason}\n"
+def quarantine(location: Location, named: str | None, reason: str) -> None:
+    """Mark a checkpoint as damaged and leave it in place; where that is refused, nothing.
+
+    `named` is the data folder of the one that was looked at, which may have been replaced since.
+    """
+    text = f"{named or _NO_MANIFEST}\n{reason}\n"
     mark = location / QUARANTINE_FILE
     try:
         mark.remove_file()
@@ -111,11 +114,11 @@ def is_marked(location: Location) -> bool:
         mark = (location / QUARANTINE_FILE).read_file(max_nbytes=_MAX_MARK_NBYTES)
     except OSError:
         return False
-    found = _data_dir(location)
+    found = named_by(location)
     return found is None or mark.split(b"\n", 1)[0] == found.encode()
 
 
-def _data_dir(location: Location) -> str | None:
+def named_by(location: Location) -> str | None:
     """The data folder that the manifest names, None where it cannot be read."""
     try:
         return location.read_manifest().data_dir

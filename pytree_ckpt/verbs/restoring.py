@@ -44,6 +44,7 @@ def load_first_whole(
     trouble: list[Damage] = []
     for number, path in steps:
         with Session(f"the restore of {path}", timeout_s=timeout_s) as session:
+            named = health.named_by(path) if on_damage == "previous" else None
             state, damage = _tried(load_step, number, path)
             found = session.exchange(None if damage is None else str(damage))
         damaged = {process: text for process, text in found.items() if text is not None}
@@ -58,7 +59,7 @@ def load_first_whole(
         reason = "; ".join(damaged.values())
         _LOG.error("step %d, %s, is damaged and skipped: %s", number, path, reason)
         if session.process == 0:
-            health.quarantine(path, reason)
+            health.quarantine(path, named, reason)
         text = f"step {number}: {reason}"
         trouble.append(Damage(path=None, kind="unreadable", text=text, file=str(path)))
     error = IntegrityError(trouble, note=f"No step of {where} is whole.")
