@@ -40,7 +40,11 @@ LEAF = {
     "chunks": [{"box": BOX, "nbytes": int, "digest": str, "devices": [int]}],
     "statistics": (
         None,
-        {"count": int, "nan_count": int, "least": NUMBER, "greatest": NUMBER, "mean": NUMBER},
+        {
+            "count": int,
+            "nan_count": int,
+            **dict.fromkeys(("least", "greatest", "mean"), (*NUMBER, None)),
+        },
     ),
 }
 ERROR = {"kind": str, "text": str}

@@ -320,6 +320,17 @@ def test_show_draws_which_device_holds_which_slice(tmp_path: Path) -> None:
     assert "│ 0 2 4 6 │ 1 3 5 7 │" in text
 
 
+def test_every_number_has_a_place_in_json(tmp_path: Path) -> None:
+    large = -(7**9000)
+    pc.save(tmp_path, {"n": large, "x": float("inf"), "w": np.full(3, np.nan), "b": b"\x0f"})
+    nodes = {node["path"]: node.get("value") for node in run_json("tree", tmp_path)[1]["nodes"]}
+    assert int(nodes["n"], 16) == large
+    assert (nodes["x"], nodes["b"]) == ("inf", "0f")
+    assert int(run_json("show", tmp_path, "n")[1]["value"], 16) == large
+    numbers = run_json("show", tmp_path, "w", "--stats")[1]["statistics"]
+    assert numbers == {"count": 3, "nan_count": 3, "least": None, "greatest": None, "mean": None}
+
+
 @pytest.mark.parametrize("leaf", ["nope", "params"])
 def test_show_of_no_leaf_is_not_found(good: Path, leaf: str) -> None:
     code, found = run_json("show", good, leaf)

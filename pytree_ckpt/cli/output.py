@@ -80,8 +80,12 @@ def _print_json(document: Mapping[str, Any]) -> None:
     click.echo(json.dumps(jsonable(document), indent=2, allow_nan=False))
 
 
+_INT_BITS = 14_000
+"""Python neither writes nor reads more than 4,300 digits of an int."""
+
+
 def jsonable(value: Any) -> Any:
-    r"""What JSON cannot say, as text: bytes in hex, and numbers that are none.
+    r"""What JSON cannot say, as text: bytes and very large ints in hex, and numbers that are none.
 
     Example:
         >>> jsonable({"id": b"\x0f", "loss": float("nan"), "shape": (2, 3)})
@@ -93,6 +97,8 @@ def jsonable(value: Any) -> Any:
         return [jsonable(item) for item in value]
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, int) and value.bit_length() > _INT_BITS:
+        return hex(value)
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value
