@@ -18,24 +18,24 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_is_alone_asks_nobody() -> None:
-    with Session("the save", timeout_s=1) as session:
+    with Session("the save to", "a", timeout_s=1) as session:
         session.tell("where")
         assert session.gather() == {}
         assert session.exchange("mine") == {0: "mine"}
-    assert decided("the choice", lambda: 7, timeout_s=1) == 7
+    assert decided("the choice in", "a", lambda: 7, timeout_s=1) == 7
 
 
 @pytest.mark.usefixtures("one_of_two")
 def test_processes_without_jax_distributed_are_told_to_initialize_it() -> None:
     with pytest.raises(pc.CheckpointError, match=r"after jax.distributed.initialize\(\)"):
-        Session("the save", timeout_s=1)
+        Session("the save to", "a", timeout_s=1)
 
 
 @pytest.mark.usefixtures("one_of_two")
 def test_a_jax_that_keeps_its_client_elsewhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(distributed, "global_state")
     with pytest.raises(pc.CheckpointError, match="keeps its coordination client elsewhere"):
-        Session("the save", timeout_s=1)
+        Session("the save to", "a", timeout_s=1)
 
 
 def run_and_exit(call: str) -> subprocess.CompletedProcess[str]:

@@ -734,3 +734,65 @@ def test_no_process_writes_more_than_its_share_of_a_replicated_state(processes: 
     assert max(written) <= 1.2 * total / processes
     pieces = {p.spec(leaf).shard_shape for p in plans for leaf in p.array_leaf.tolist()}
     assert all(4 * np.prod(piece) >= MIB / 1.5 for piece in pieces)
+
+
+OTHER_CALLS = {
+    "another step is restored": ("restore", "the choice of a step (1, on_damage='raise')"),
+    "one alone asks whether it is time": ("should_save", "whether it is time to save step 3"),
+    "one alone saves": ("save", "whether to replace step 3"),
+}
+
+
+def make_another_call(root: str, call: str) -> None:
+    """Process 0 makes a call of its own; then both save."""
+    import jax
+
+    first = jax.process_index() == 0
+    pc.save(f"{root}/step_00000001", {"step": 1})
+    pc.save(f"{root}/step_00000002", {"step": 2})
+    options = {
+        "save_options": pc.SaveOptions(timeout_s=1),
+        "load_options": pc.LoadOptions(timeout_s=1),
+    }
+    own = pc.CheckpointManager(root, save_every_seconds=1000, background=False, **options)  # type: ignore[arg-type]
+    if call == "restore":
+        own.restore(step=1 if first else 2)
+    if call == "should_save" and first:
+        own.should_save(3)
+    if call == "save" and first:
+        own.save(3, {"step": 3}, force=True)
+    own.save(4, {"step": 4}, force=True)
+
+
+@pytest.mark.parametrize("case", OTHER_CALLS)
+def test_what_is_said_of_one_call_is_not_taken_for_another(tmp_path: Path, case: str) -> None:
+    """A step that nobody asked for here would be restored; a yes to one question answer another."""
+    call, matter = OTHER_CALLS[case]
+    with Cluster(2, 1) as cluster:
+        first, second = cluster.outcomes(make_another_call, str(tmp_path), call)
+    assert first.kind in ("PeerError", "PeerTimeoutError"), first.trace
+    assert second.kind == "PeerError", second.trace
+    assert "all must make the same calls in one order, but process 0 is at the" in second.text
+    assert matter in second.text
+    assert pc.steps(tmp_path) == [1, 2]
+
+
+def save_with_metrics(root: str) -> str:
+    """The metric of one process is none."""
+    import jax
+
+    own = pc.CheckpointManager(root, background=False)
+    bad: Any = {"loss": None if jax.process_index() else 0.5}
+    with pytest.raises((pc.PeerError, TypeError)) as found:
+        own.save(1, {"step": 1}, metrics=bad)
+    own.save(2, {"step": 2}, metrics={"loss": 0.5})
+    return str(found.value)
+
+
+def test_a_metric_that_is_none_in_one_process_costs_all_that_save_only(
+    pair: Cluster, tmp_path: Path
+) -> None:
+    told, own = pair.run(save_with_metrics, str(tmp_path))
+    assert "process 1: TypeError: metrics['loss'] is no number" in told
+    assert "metrics['loss'] is no number" in own
+    assert pc.steps(tmp_path) == [2]

@@ -31,21 +31,24 @@ class Session:
 
     In turn process 0 tells the others something, and they report to it; what is told and what is
     reported are counted, so that both sides mean the same. Every process opens its sessions in
-    the same order: the n-th of one is the n-th of all.
+    the same order: the n-th of one is the n-th of all. If one has come to another matter, that is
+    an error: what is said about one must not be taken for the other.
 
     As a context it tells the others of the failure that ends it. A process that is alone has
     nobody to tell.
 
     Args:
-        what: What it is about, for messages: "the save to /a/b".
+        matter: What it is about, the same for all: "the save to".
+        place: And where, for messages; each process may have a path of its own.
         timeout_s: How long process 0 waits for the others when it has come to the same point.
             They wait twice as long for process 0, which may be waiting for one of them.
     """
 
-    def __init__(self, what: str, *, timeout_s: float) -> None:
+    def __init__(self, matter: str, place: object, *, timeout_s: float) -> None:
         self.process = processes.process_index()
         self._count = processes.process_count()
-        self._what = what
+        self._matter = matter
+        self._what = f"{matter} {place}"
         self._timeout_s = timeout_s
         self._told = self._reported = 0
         self._is_over = False
@@ -86,6 +89,7 @@ class Session:
             raise self._timed_out(missing, failures, self._timeout_s)
         if failures:
             raise self.failed(failures)
+        self._check_matter(heard)
         return {process: message["message"] for process, message in heard.items()}
 
     def _given_up(self) -> dict[int, Any]:
@@ -115,7 +119,17 @@ class Session:
             raise self._timed_out([0], {}, 2 * self._timeout_s)
         if "message" not in heard:
             raise _as_error(heard)
+        self._check_matter({0: heard})
         return heard["message"]
+
+    def _check_matter(self, heard: dict[int, Any]) -> None:
+        """Raise a `PeerError` if others have come to another matter than this process."""
+        matters = {process: message["matter"] for process, message in heard.items()}
+        apart = {p: f"is at {matter} …" for p, matter in matters.items() if matter != self._matter}
+        if apart:
+            listed = "; ".join(f"process {process} {text}" for process, text in apart.items())
+            text = f"{self._what} failed: all must make the same calls in one order, but {listed}"
+            raise PeerError(text, failures=apart)
 
     # --- all ------------------------------------------------------------------------------------
 
@@ -244,7 +258,7 @@ class Session:
 
     def _set(self, key: str, message: dict[str, Any], timeout_s: float) -> None:
         if self._count > 1:
-            data, full = wire.encode(message), f"{self._prefix}/{key}"
+            data, full = wire.encode({**message, "matter": self._matter}), f"{self._prefix}/{key}"
             self._call(timeout_s, lambda: self._client.key_value_set_bytes(full, data))
 
     def _get(self, key: str, deadline: float) -> Any:
@@ -298,13 +312,14 @@ class Session:
         return PeerError("\n".join(lines), failures=failures)
 
 
-def decided(what: str, decide: Callable[[], T], *, timeout_s: float) -> T:
+def decided(matter: str, place: object, decide: Callable[[], T], *, timeout_s: float) -> T:
     """What process 0 decides, on all processes; the others wait for it.
 
     Raises:
         Exception: What `decide` raises in process 0; the others learn of it as of any failure.
+        PeerError: Process 0 has come to another matter.
     """
-    with Session(what, timeout_s=timeout_s) as session:
+    with Session(matter, place, timeout_s=timeout_s) as session:
         if session.process:
             heard: T = session.hear()
             return heard

@@ -97,7 +97,7 @@ def load(
         held.enter_context(jax.ensure_compile_time_eval())
         session = None
         if options.striped and processes.process_count() > 1:
-            session = Session(f"the load of {path}", timeout_s=options.timeout_s)
+            session = Session("the load of", path, timeout_s=options.timeout_s)
             held.enter_context(session)
 
         def plan() -> _Planned:

@@ -130,13 +130,13 @@ class CheckpointManager:
         if schedule.has(step) or self._notice.came():
             return True
         return schedule.every_seconds is not None and self._decided(
-            "whether it is time", schedule.is_time
+            f"whether it is time to save step {step}", schedule.is_time
         )
 
     def _decided(self, what: str, decide: Callable[[], T]) -> T:
         """What process 0 decides, which all must do alike."""
-        what = f"the decision {what} in {self._root}"
-        return decided(what, decide, timeout_s=self._save_options.timeout_s)
+        matter, timeout_s = f"the decision {what} in", self._save_options.timeout_s
+        return decided(matter, self._root, decide, timeout_s=timeout_s)
 
     def save(
         self,
@@ -181,28 +181,28 @@ class CheckpointManager:
         preempted = self._notice.came()
         if preempted and self._pending is not None:
             self._pending.wait()
-        elif skip_if_busy and self._decided("whether to skip a step", self._is_busy):
+        elif skip_if_busy and self._decided(f"whether to skip step {number}", self._is_busy):
             return None
         else:
             self._wait_for_save()
         replaces = self._decided(
-            "whether to replace a step", lambda: self._tiers.replaces(number, overwrite=overwrite)
+            f"whether to replace step {number}",
+            lambda: self._tiers.replaces(number, overwrite=overwrite),
         )
-        numbers = retention.checked_metrics(metrics)
         job = SaveJob(
             str(self._tiers.near.place(number)),
             tree,
             overwrite=replaces,
             base=self._tiers.near.newest_whole(below=number) if self._link_unchanged else None,
             metadata=metadata,
-            metrics=numbers,
+            metrics=metrics,
             options=self._save_options,
         )
         self._pending = pending = in_background(
             job,
             started=started,
             before=lambda: self._rotation.make_room(number),
-            after=lambda: self._after(number, numbers, overwrite=overwrite),
+            after=lambda manifest: self._after(number, manifest.metrics, overwrite=overwrite),
         )
         self._schedule.note_save()
         self._last = number, overwrite
@@ -320,8 +320,10 @@ class CheckpointManager:
             raise ValueError(f"on_damage must be 'raise' or 'previous', not {on_damage!r}")
         self._wait_for_save()
         timeout_s = self._load_options.timeout_s
-        what = f"the choice of a step in {self._root}"
-        wanted, unread = decided(what, lambda: self._tiers.candidates(step), timeout_s=timeout_s)
+        matter = f"the choice of a step ({step}, on_damage={on_damage!r}) in"
+        wanted, unread = decided(
+            matter, self._root, lambda: self._tiers.candidates(step), timeout_s=timeout_s
+        )
         return load_first_whole(
             [(number, self._tiers.place((number, is_far))) for number, is_far in wanted],
             lambda location: load(
@@ -353,7 +355,9 @@ class CheckpointManager:
         """
         self._wait_for_save()
         self._wait_for_copy()
-        return self._decided("what to delete", lambda: self._tiers.roll_back(step))
+        return self._decided(
+            f"what to delete after step {step}", lambda: self._tiers.roll_back(step)
+        )
 
     # --- ending ---------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def load_first_whole(
     """
     trouble: list[Damage] = []
     for number, path in steps:
-        with Session(f"the restore of {path}", timeout_s=timeout_s) as session:
+        with Session(f"the restore of step {number},", path, timeout_s=timeout_s) as session:
             named = health.named_by(path) if on_damage == "previous" else None
             state, damage = _tried(load_step, number, path)
             found = session.exchange(None if damage is None else str(damage))

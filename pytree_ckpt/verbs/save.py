@@ -107,7 +107,7 @@ def in_background(
     *,
     started: float,
     before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] = lambda: None,
+    after: Callable[[Manifest], None] = lambda manifest: None,
 ) -> PendingSave:
     """Run a job while the caller goes on; `before` and `after` run around it, in process 0.
 
@@ -122,7 +122,7 @@ def in_background(
         finally:
             job.release()
         if processes.process_index() == 0:
-            after()
+            after(manifest)
         return manifest
 
     return PendingSave(work, str(job.location))

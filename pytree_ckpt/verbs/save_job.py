@@ -17,6 +17,7 @@ from pytree_ckpt.jaxio.coordination import Session
 from pytree_ckpt.jaxio.describe import Described, describe
 from pytree_ckpt.options import LoadOptions, SaveOptions, check_flags, given_or_default
 from pytree_ckpt.plan import agreement
+from pytree_ckpt.plan.retention import checked_metrics
 from pytree_ckpt.plan.saving import SavePlan, plan_save
 from pytree_ckpt.progress import showing
 from pytree_ckpt.store.digests import digest_function, digest_of
@@ -54,7 +55,7 @@ class SaveJob:
         check_flags(overwrite=overwrite)
         self._overwrite = overwrite
         self._options = given_or_default(options, SaveOptions)
-        self._session = Session(f"the save to {path}", timeout_s=self._options.timeout_s)
+        self._session = Session("the save to", path, timeout_s=self._options.timeout_s)
         self._process = self._session.process
         with self._session.ends_by_failure():
             self.location = locate(path)
@@ -69,7 +70,11 @@ class SaveJob:
                     codec=self._options.codec,
                 )
                 self._draft = _draft(
-                    described, self._plan, values.check_metadata(metadata), metrics, self._options
+                    described,
+                    self._plan,
+                    values.check_metadata(metadata),
+                    checked_metrics(metrics),
+                    self._options,
                 )
             if self._process == 0:
                 self.location.check_free(overwrite=overwrite)
@@ -256,7 +261,7 @@ def _draft(
     described: Described,
     plan: SavePlan,
     metadata: Any,
-    metrics: Mapping[str, float] | None,
+    metrics: Mapping[str, float],
     options: SaveOptions,
 ) -> Manifest:
     """The manifest but for what is known only at the end; too large a one is refused here."""
@@ -278,7 +283,7 @@ def _draft(
         platform=processes.platform(),
         tables=(TableRef(nbytes=wire.MAX_FILE_BYTES, id=bytes(32)),) * processes.process_count(),
         metadata=metadata,
-        metrics=metrics or {},
+        metrics=metrics,
         versions=versions(),
         created=0.0,
         seconds={},
