@@ -1307,16 +1307,20 @@ def test_an_overwrite_waits_for_a_deletion_and_is_there_after_it(
     assert number_of(pc.load(path)) == 2
 
 
+@pytest.mark.parametrize("is_link", [False, True], ids=["the folder", "a link to it"])
 def test_an_overwrite_that_waits_in_vain_fails_by_name_and_leaves_the_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_link: bool
 ) -> None:
-    path = tmp_path / "ckpt"
+    path = place = tmp_path / "ckpt"
     pc.save(path, state_of(1))
+    if is_link:
+        place = tmp_path / "link"
+        place.symlink_to(path)
     monkeypatch.setattr(commit, "_BUSY_S", 0)
     with disk.FolderLock(path, shared=False) as lock:
         assert lock.state == "held"
         with pytest.raises(pc.CheckpointError, match="another process holds"):
-            pc.save(path, state_of(2), overwrite=True)
+            pc.save(place, state_of(2), overwrite=True)
         assert not list(path.glob("*.tmp"))
     assert number_of(pc.load(path)) == 1
     pc.save(path, state_of(2), overwrite=True)

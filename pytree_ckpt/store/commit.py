@@ -142,8 +142,9 @@ def one_at_a_time(path: Path) -> Iterator[None]:
     Raises:
         CheckpointError: Another process held it all the time.
     """
+    folder = Path(os.path.realpath(path))  # a link to it is one more name of what is locked
     for _ in range(_ATTEMPTS):
-        with disk.FolderLock(path, shared=False) as lock:
+        with disk.FolderLock(folder, shared=False) as lock:
             if lock.state != "busy":
                 yield
                 return
