@@ -800,6 +800,27 @@ def test_a_save_whose_empty_folder_another_process_reclaims_makes_it_again(
     assert number_of(pc.load(path)) == 1
 
 
+def test_a_data_folder_that_somebody_looks_at_as_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its own name, which for a copy is given."""
+    looked_at: list[disk.FolderLock] = []
+    mkdir = Path.mkdir
+
+    def mkdir_and_look(path: Path, *args: Any, **settings: Any) -> None:
+        mkdir(path, *args, **settings)
+        if path.name.startswith("data-") and not looked_at:
+            looked_at.append(disk.FolderLock(path, shared=True))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_look)
+    with commit.attempt(
+        tmp_path / "ckpt", overwrite=False, needed_nbytes=1, nonce="a" * 32
+    ) as attempt:
+        assert [lock.state for lock in looked_at] == ["held"]
+        assert [entry.name for entry in attempt.path.iterdir()] == [f"data-{'a' * 32}"]
+        assert disk.FolderLock(attempt.folder, shared=True).state == "busy"
+
+
 def _reclaim_if_empty(path: Path) -> None:
     if not any(path.iterdir()):
         path.rmdir()

@@ -272,6 +272,8 @@ def _fresh_data_dir(
         if lock.state in ("held", "unsupported"):
             return nonce, lock
         lock.release()
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # else the same name could not be made again
 
 
 def _remove_empty(made: list[Path]) -> None:
