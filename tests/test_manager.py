@@ -504,6 +504,23 @@ def test_a_pinned_step_stays_under_another_policy_until_it_is_unpinned(tmp_path:
     assert loads(tmp_path, 3)
 
 
+def test_a_step_that_is_pinned_while_others_are_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is large takes long to delete, and the decision was made before."""
+    save_steps(tmp_path, 1, 2, 3)
+    delete = roots.delete
+
+    def slow(path: Path) -> bool:
+        pin(pc.step_path(tmp_path, 2))
+        return delete(path)
+
+    monkeypatch.setattr(roots, "delete", slow)
+    report = prune(tmp_path, pc.Keep(last=1), delete=True)
+    assert (report.deleted, report.in_use) == ((1,), (2,))
+    assert loads(tmp_path, 2)
+
+
 def test_a_step_that_cannot_be_pinned_costs_neither_the_save_nor_another_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

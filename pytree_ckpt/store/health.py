@@ -80,6 +80,19 @@ def _is_there(file: Location, size_of: SizeOf) -> bool:
     return True
 
 
+def is_pinned(location: Location) -> bool:
+    """Whether a checkpoint is pinned at this moment.
+
+    Raises:
+        OSError: It cannot be told.
+    """
+    try:
+        (location / PIN_FILE).read_file(max_nbytes=0)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def pin(location: Location) -> None:
     """Keep a checkpoint from every policy."""
     with suppress(FileExistsError):

@@ -45,7 +45,7 @@ class Rotation:
         return dataclasses.replace(decision, left=left)
 
     def carry_out(self, decision: Decision) -> list[int]:
-        """Delete what a decision drops; those that are being read stay, and are returned.
+        """Delete what a decision drops; those that are in use stay, and are returned.
 
         Raises:
             OSError: The storage refused.
@@ -53,7 +53,7 @@ class Rotation:
         self._tier.root.reclaim(self._tier.names)
         if decision.dropped:
             self._tier.root.settle(self._tier.names, decision.kept)
-        return [number for number in decision.dropped if not self._tier.place(number).delete()]
+        return [number for number in decision.dropped if not self._delete(number)]
 
     def make_room(self, step: int) -> None:
         """Ahead of writing `step`, delete what will not be kept once it is there.
@@ -87,8 +87,13 @@ class Rotation:
         for number in decision.dropped:
             with self._not_at_the_cost_of(step):
                 self._let_go(number)
-                if not self._tier.place(number).delete():
+                if not self._delete(number):
                     _LOG.warning("step %d of %s is in use and stays", number, self._tier)
+
+    def _delete(self, number: int) -> bool:
+        """Delete a step; False if it is being read, or was pinned since it was decided on."""
+        place = self._tier.place(number)
+        return not health.is_pinned(place) and place.delete()
 
     def _protected(self, states: list[StepState]) -> dict[int, str]:
         """Steps that no rule deletes: pinned ones, links, and what these lead to."""

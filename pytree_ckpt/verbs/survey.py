@@ -83,7 +83,7 @@ class PruneReport:
     Attributes:
         decision: For each step why it stays or goes.
         deleted: Steps that are gone.
-        in_use: Steps that were to go, but are being read.
+        in_use: Steps that were to go, but are being read, or were pinned meanwhile.
     """
 
     decision: Decision
