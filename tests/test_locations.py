@@ -1,7 +1,9 @@
 """A path means one folder at the moment of the call, and a checkpoint knows no path of its own."""
 
+import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,16 @@ def test_no_file_of_a_checkpoint_has_a_path_of_where_it_was_saved(tmp_path: Path
             data = file.read_bytes()
             assert b"a_place_of_its_own" not in data, file
             assert os.fsencode(tmp_path.name) not in data, file
+
+
+@pytest.mark.parametrize("verb", [pc.read_manifest, pc.verify, pc.load])
+def test_a_link_that_leads_nowhere_is_no_damage(
+    tmp_path: Path, verb: Callable[[Path], Any]
+) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links") as error:
+        verb(tmp_path / "loop")
+    assert error.value.errno == errno.ELOOP
 
 
 def test_parents_are_made_and_a_dangling_link_is_not_followed(tmp_path: Path) -> None:

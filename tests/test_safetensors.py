@@ -1,6 +1,9 @@
 """Safetensors and npz, out and in, beside the libraries that define them."""
 
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -339,6 +342,28 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(pc.FormatError, match=r"w\.safetensors"):
         pc.import_safetensors(tmp_path / "w.safetensors", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("call", ["export_npz", "export_safetensors", "import_npz"])
+def test_a_disk_that_is_full_is_named(tmp_path: Path, call: str) -> None:
+    """As one is for which a file is too large."""
+    pc.save(tmp_path / "a", {"w": np.arange(20_000)})
+    np.savez_compressed(tmp_path / "a.npz", w=np.arange(20_000))
+    (tmp_path / "tmp").mkdir()
+    code = (
+        "import resource, sys, pytree_ckpt as pc\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "getattr(pc, sys.argv[1])(sys.argv[2], sys.argv[3])\n"
+    )
+    source, place = ("a.npz", "tmp") if call == "import_npz" else ("a", "out")
+    done = subprocess.run(
+        [sys.executable, "-c", code, call, tmp_path / source, tmp_path / "out" / "w.npz"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+    )
+    assert f"File too large: '{tmp_path / place}" in done.stderr
 
 
 def test_an_index_says_which_tensor_is_taken_from_which_file(tmp_path: Path) -> None:

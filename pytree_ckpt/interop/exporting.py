@@ -14,6 +14,7 @@ from pytree_ckpt.errors import ExistsError
 from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.format.values import count_text
+from pytree_ckpt.interop.flat_files import full_disk_named
 from pytree_ckpt.options import check_flags
 from pytree_ckpt.store import disk
 from pytree_ckpt.verbs.checkpoint import Checkpoint, batches
@@ -69,7 +70,8 @@ def written_whole(
     disk.make_dirs(folder)
     made = [file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp") for file in files]
     try:
-        yield made
+        with full_disk_named(folder):
+            yield made
         if stale := [*replaces, *files[1:][-1:]]:
             for file in stale:
                 file.unlink(missing_ok=True)

@@ -1,10 +1,12 @@
 """Parts of a C-order array that lies flat in a file, read and written where they are."""
 
+import errno
 import itertools
 import math
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,19 @@ import numpy.typing as npt
 
 from pytree_ckpt.errors import FormatError, NotFoundError
 from pytree_ckpt.format.boxes import Box, Shape
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def full_disk_named(place: Path) -> Iterator[None]:
+    """Say where no more could be written, which a write to a descriptor does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL and error.filename is None:
+            error.filename = str(place)
+        raise
 
 
 def open_regular(path: Path) -> int:

@@ -23,7 +23,7 @@ from pytree_ckpt.format.arrays import ArraySpec
 from pytree_ckpt.format.boxes import Box, Shape
 from pytree_ckpt.interop import names as naming
 from pytree_ckpt.interop.exporting import ExportReport, elements_of, written_whole
-from pytree_ckpt.interop.flat_files import open_regular, read_box
+from pytree_ckpt.interop.flat_files import full_disk_named, open_regular, read_box
 from pytree_ckpt.interop.making import ImportReport, make_checkpoint
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.selecting import must_select
@@ -237,7 +237,8 @@ def _members(path: Path, opened: ExitStack) -> Iterator[_Member]:
                         f"{what} has {info.file_size} bytes in {info.compress_size}, which is not "
                         f"what an array of {member.dtype}{list(member.shape)} has"
                     )
-                _read_through(head, content, into)
+                with full_disk_named(Path(tempfile.gettempdir())):
+                    _read_through(head, content, into)
             yield member
     except (
         *(zipfile.BadZipFile, zlib.error, struct.error, EOFError),

@@ -36,7 +36,7 @@ def read_manifest(path: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(_why_not_found(path)) from None
     except OSError as error:
-        if error.errno in disk.NO_FILE:
+        if error.errno in disk.NO_FILE and path.is_dir():
             raise FormatError(f"{file} is not a regular file") from None
         raise
     return manifest_file.from_bytes(data, what=str(file))
