@@ -49,7 +49,7 @@ def jax_holds(name: str) -> bool:
 
 def everywhere(host: np.ndarray[Any, Any], meshes: dict[str, Mesh], *, jax_too: bool) -> Any:
     """One array in every kind of place."""
-    tree = {"host": host, "host 0-d": host[0, 0].reshape(()), "scalar": host[0, 1]}
+    tree = {"host": host, "host 0-d": host[-1, -2:-1].reshape(()), "scalar": host[0, 1]}
     if not jax_too:
         return tree
     specs = {
@@ -330,6 +330,26 @@ def test_a_struct_of_64_bits_is_refused_for_a_host_array_too(tmp_path: Path) -> 
         pc.load(tmp_path / "ckpt", {"w": jax.ShapeDtypeStruct((1,), np.int64)})
     with pytest.raises(pc.MismatchError, match="saved int64, wanted int32"):
         pc.load(tmp_path / "ckpt", {"w": jax.ShapeDtypeStruct((1,), np.int32)})
+
+
+@pytest.mark.parametrize("name", sorted(MAY_BE_UNKNOWN_TO_JAX))
+def test_a_dtype_that_jax_has_not_is_refused_by_name_where_it_is_asked_for(
+    tmp_path: Path, name: str
+) -> None:
+    if jax_holds(name):
+        pytest.skip(f"this JAX has arrays of {name}")
+    host = patterns(name, (2,))
+    pc.save(tmp_path / "ckpt", {"w": host, "n": 1})
+    struct = jax.ShapeDtypeStruct((2,), host.dtype)
+    with pytest.raises(pc.MismatchError, match=f"w  dtype: .*{name}.*numpy.ndarray") as error:
+        pc.load(tmp_path / "ckpt", {"w": struct, "n": 1})
+    assert [(m.path, m.kind) for m in error.value.mismatches] == [("w", "dtype")]
+    pc.convert(
+        tmp_path / "ckpt", tmp_path / "laid out", layout=pc.Layout(mesh={"x": 2}, specs={"w": "x"})
+    )
+    with pytest.raises(pc.MismatchError, match=f"w  dtype: .*{name}"):
+        pc.load(tmp_path / "laid out")
+    assert_same(pc.load(tmp_path / "laid out", {"w": host, "n": 1}), {"w": host, "n": 1})
 
 
 def test_an_imaginary_part_is_never_dropped(tmp_path: Path, mesh_4x2: Mesh) -> None:

@@ -22,6 +22,7 @@ from jax.sharding import (
 )
 
 import pytree_ckpt as pc
+from pytree_ckpt.format import dtypes
 from tests.bitwise import assert_same
 
 P = PartitionSpec
@@ -680,6 +681,18 @@ def test_a_cast_between_any_two_dtypes_keeps_the_numbers_that_both_can_hold(
         for name in names:
             held = numbers.astype(bool) if name == "bool" else numbers
             assert same(found[name], held.astype(wanted)), (name, wanted)
+
+
+@pytest.mark.parametrize("name", sorted({*dtypes.names()} - {"bool"}))
+def test_whatever_is_in_memory_for_true_is_cast_to_one(tmp_path: Path, name: str) -> None:
+    dtype = dtypes.dtype_of(name)
+    pc.save(tmp_path, {"w": np.uint8([1, 0, 4, 255]).view(bool)})
+    target = {"w": np.zeros(4, dtype)}
+    if name == "int1":  # of a sign alone
+        assert mismatches(tmp_path, target, cast=True)[0].kind == "dtype"
+    else:
+        found = pc.load(tmp_path, target, cast=True)["w"]
+        assert same(found, np.uint8([1, 0, 1, 1]).astype(dtype))
 
 
 def test_a_cast_turns_numbers_of_python_into_one_another_and_into_arrays(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ class HostViews:
     def __call__(self, leaf: int, box: Box) -> HostArray:
         array = self._arrays[leaf]
         if isinstance(array, np.ndarray):
-            part = array[box.slices()]
+            # Without dimensions an index gives a scalar, which loses bits, as of bools.
+            part = array[box.slices()] if box.shape else array
             return part if part.dtype.isnative else part.astype(part.dtype.newbyteorder("="))
         self._touch(leaf, array)
         place = self._place(leaf, array)

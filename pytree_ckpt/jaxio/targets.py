@@ -1,5 +1,6 @@
 """The target of a load as plain data, and the JAX objects that the plain data stands for."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,18 +157,29 @@ def as_saved(leaf: Leaf) -> Target:
     )
 
 
-def check_width(leaf: Leaf, want: Want) -> list[Mismatch]:
-    """A 64-bit dtype that JAX would narrow without a word."""
+def check_dtype(leaf: Leaf, want: Want) -> list[Mismatch]:
+    """A dtype that JAX has not, and a 64-bit one that it would narrow without a word."""
     if want.kind != "jax" or want.dtype is None:
         return []
     dtype = dtypes.dtype_of(want.dtype)
-    if jax.dtypes.canonicalize_dtype(dtype) == dtype:
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        why = f"{want.dtype} needs jax_enable_x64, which is off here; enable it, or ask"
+    elif not _has_dtype(want.dtype):
+        why = f"this JAX has no arrays of {want.dtype}; ask"
+    else:
         return []
-    text = (
-        f"dtype: {want.dtype} needs jax_enable_x64, which is off here; "
-        "enable it, or ask for a numpy.ndarray"
-    )
+    text = f"dtype: {why} for a numpy.ndarray"
     return [Mismatch(path=leaf.text, kind="dtype", text=text, saved=want.dtype)]
+
+
+@functools.lru_cache
+def _has_dtype(name: str) -> bool:
+    """Whether arrays on devices can have a dtype; nothing but to make one tells."""
+    try:
+        jax.device_put(np.zeros((), dtypes.dtype_of(name)), jax.local_devices()[0])
+    except (TypeError, jax.errors.JaxRuntimeError):
+        return False
+    return True
 
 
 def check_impl(leaf: Leaf, want: Want) -> list[Mismatch]:

@@ -34,12 +34,15 @@ def cast(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
         Traceback (most recent call last):
         ValueError: int8 cannot hold all of the float32 elements
     """
-    dtype = dtypes.dtype_of(name)
+    dtype, saved = dtypes.dtype_of(name), array.dtype
+    if array.dtype == bool:
+        # Memory may have others than 0 and 1 for True, which small dtypes would take for numbers.
+        array = array.view(np.uint8).astype(bool).view(np.uint8)
     with np.errstate(all="ignore"):
         if dtypes.kind_of(name) == "int" and array.size and not _fits(array, name):
-            raise ValueError(f"{name} cannot hold all of the {array.dtype} elements")
+            raise ValueError(f"{name} cannot hold all of the {saved} elements")
         if not dtypes.has_nan(name) and np.isnan(array).any():
-            raise ValueError(f"{name} has no NaN, and the {array.dtype} elements have")
+            raise ValueError(f"{name} has no NaN, and the {saved} elements have")
         try:
             return array.astype(dtype)
         except TypeError:
@@ -48,8 +51,6 @@ def cast(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
 
 
 def _fits(array: npt.NDArray[Any], name: str) -> bool:
-    if array.dtype == bool:
-        return True
     low, high = dtypes.int_limits(name)
     if dtypes.kind_of(str(array.dtype)) == "float":
         values = array.astype(np.float64)

@@ -185,7 +185,7 @@ def _resolve(
             continue
         wrong = compare.compare_leaf(leaf, target.want, cast=cast)
         wrong += compare.compare_owners(leaf, manifest, processes.process_count())
-        wrong += targets.check_width(leaf, target.want)
+        wrong += targets.check_dtype(leaf, target.want)
         wrong += targets.check_impl(leaf, target.want)
         sharding = None
         if target.want.kind in ("jax", "key") and not wrong:
