@@ -1467,3 +1467,41 @@ def test_a_deletion_of_what_another_process_deletes_is_done(
     monkeypatch.setattr(roots, "_remove", late)
     assert roots.delete(path)
     assert not path.exists()
+
+
+def test_where_folders_have_no_fsync_a_save_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on a share of SMB; a failure of one that there is counts."""
+    fsync, refused = os.fsync, errno.EINVAL
+
+    def refuse(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(refused, os.strerror(refused))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    pc.save(tmp_path / "a", state_of(1))
+    pc.save(tmp_path / "a", state_of(2), overwrite=True)
+    assert number_of(pc.load(tmp_path / "a")) == 2
+    assert roots.delete(tmp_path / "a")
+    refused = errno.EIO
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/b/"):
+        pc.save(tmp_path / "b", state_of(1))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_of_a_descriptor_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def full(fd: int) -> None:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise enospc()
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    file = tmp_path / "manifest"
+    with pytest.raises(OSError, match=f"No space left on device: '{file}'"):
+        disk.write_new(file, b"data")

@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal, NoReturn, Self
 
@@ -21,19 +21,32 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the entries of a folder durable."""
+    """Make the entries of a folder durable, where the file system has a call for it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with _closed(fd, path):
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Such as a share of SMB, or a folder that a virtual machine has from its host.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                raise
 
 
 def fsync_file(path: Path | str) -> None:
     """Make a file durable that was written before, but for its folder; links are not followed."""
     fd = open_file(path)
-    try:
+    with _closed(fd, path):
         os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _closed(fd: int, path: Path | str) -> Iterator[None]:
+    """Close a descriptor after the block; what fails in between says of which file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(fd)
 
@@ -110,11 +123,9 @@ def make_dir(path: Path) -> None:
 def write_new(path: Path, data: bytes) -> None:
     """Write a file that must not exist yet, durably but for its folder; links are not followed."""
     fd = create(path)
-    try:
+    with _closed(fd, path):
         write_all(fd, data)
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def create(path: Path | str) -> int:
