@@ -29,6 +29,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import pytree_ckpt as pc
+from pytree_ckpt.jaxio.coordination import Session
 from pytree_ckpt.plan import chunking
 from pytree_ckpt.store import commit, disk, roots
 from pytree_ckpt.store.locations import Location
@@ -259,6 +260,19 @@ def test_an_overwrite_leaves_the_new_data_alone_and_no_chunk_of_the_old(tmp_path
         "zarr.json",
     ]
     assert_same(pc.load(path), small)
+
+
+def test_what_is_replaced_goes_when_the_other_processes_know_of_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for so long only, and what is large takes long to remove."""
+    path = tmp_path / "ckpt"
+    old = path / pc.save(path, state_of(1)).data_dir
+    there: list[bool] = []
+    monkeypatch.setattr(Session, "tell", lambda *_: there.append(old.exists()))
+    pc.save(path, state_of(2), overwrite=True)
+    assert there == [True]
+    assert not old.exists()
 
 
 def test_an_overwrite_of_nothing_is_a_save(tmp_path: Path) -> None:

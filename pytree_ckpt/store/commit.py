@@ -195,6 +195,7 @@ def attempt(
             if not current.committed:
                 current.abandon()
             raise
+        reclaim(path)
 
 
 def sees(path: Path, nonce: str) -> bool:
@@ -234,6 +235,7 @@ def resumable_attempt(
                 reclaim(path, keep=folder.name)
                 _check_space(path, needed_nbytes - disk.nbytes_below(folder))
                 yield Attempt(path, nonce, made, lock, overwrite=overwrite)
+                reclaim(path, keep=folder.name)
                 return
         time.sleep(_BUSY_S)  # Somebody is taking it for a leftover.
     raise CheckpointError(f"another process holds {path}, again and again")
@@ -306,7 +308,7 @@ class Attempt:
         self._overwrite = overwrite
 
     def commit(self, data: bytes) -> None:
-        """Make the checkpoint appear, durably, all at once; then remove what it replaces.
+        """Make the checkpoint appear, durably, all at once; what it replaces goes with the end.
 
         The data below `folder` must be durable up to `folder` itself.
 
@@ -326,7 +328,7 @@ class Attempt:
         self.committed = True
         # Readers need not wait for what is left to do.
         self._lock.share()
-        settle(path)
+        disk.fsync_dir(path)
 
     def abandon(self) -> None:
         """Take back what this save made. What cannot be removed now is reclaimed later.

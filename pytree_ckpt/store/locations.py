@@ -34,7 +34,7 @@ class Attempt(Protocol):
     nonce: str
 
     def commit(self, data: bytes) -> None:
-        """Make the checkpoint appear, durably, all at once; then remove what it replaces.
+        """Make the checkpoint appear, durably, all at once; what it replaces goes with the end.
 
         Args:
             data: The manifest. What it names must be durable.

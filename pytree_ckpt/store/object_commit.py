@@ -113,6 +113,8 @@ def attempt(
         if not current.committed:
             current.abandon()
         raise
+    if current.committed:
+        current.settle()
 
 
 class ObjectAttempt:
@@ -142,7 +144,7 @@ class ObjectAttempt:
         self.is_conditional = objects.put_if(self._writer, self._mark, generation=ABSENT) is None
 
     def commit(self, data: bytes) -> None:
-        """Make the checkpoint appear, all at once; then remove what it replaces.
+        """Make the checkpoint appear, all at once; what it replaces goes with the end.
 
         Raises:
             ExistsError: Another save committed first.
@@ -165,6 +167,10 @@ class ObjectAttempt:
             objects.put_if(manifest, self._replaced, generation=generation)
             raise
         self.committed = True
+
+    def settle(self) -> None:
+        """Remove what the commit has replaced, and the sign that somebody writes."""
+        objects = self._objects
         with contextlib.suppress(OSError):
             objects.remove(self._writer)
             if self._generation != ABSENT:

@@ -149,7 +149,8 @@ class SaveJob:
                 if len(written) > 1:
                     _check_coverage(self.location, manifest)
                 attempt.commit(data)
-        self._session.tell(manifest.id)
+            # The others need not wait until what is replaced has gone.
+            self._session.tell(manifest.id)
         return manifest
 
     def _agree(self, nonce: str) -> None:

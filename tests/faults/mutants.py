@@ -158,7 +158,7 @@ ALL = [
     Mutant(name="no folder is synced before the manifest", edits=[(COMMIT, FOLDERS_FIRST, "")]),
     Mutant(
         name="the folder is not synced after the manifest",
-        edits=[(COMMIT, "    disk.fsync_dir(path)\n    reclaim(path)", "    reclaim(path)")],
+        edits=[(COMMIT, "share()\n        disk.fsync_dir(path)\n", "share()\n")],
     ),
     Mutant(
         name="with K = 1 the old step goes before the commit",
