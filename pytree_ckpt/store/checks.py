@@ -11,7 +11,7 @@ from pytree_ckpt.format import tables
 from pytree_ckpt.format.boxes import Box
 from pytree_ckpt.format.manifest import Leaf
 from pytree_ckpt.plan.loading import ChunkRead
-from pytree_ckpt.store.digests import digest_function, digest_of, new_digest
+from pytree_ckpt.store.digests import digest_of, new_digest
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.requests import Array
 
@@ -42,13 +42,12 @@ class ChunkCheck:
     def __init__(self, digest: str, *, verify: bool, clock: StageClock) -> None:
         self.new_digest = new_digest(digest)
         self.verify = verify
-        self._digest = digest_function(digest)
         self._digest_nbytes = tables.DIGEST_NBYTES[digest]
         self._clock = clock
 
     def hash(self, place: Array) -> bytes:
         """The digest of a chunk that is in memory."""
-        return digest_of(self._digest, place) if self.verify else b""
+        return digest_of(self.new_digest, place) if self.verify else b""
 
     def fetch(
         self, store: ts.TensorStore, place: Array, box: Box, leaf: Leaf, read: ChunkRead

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-Digest = Callable[[Any], bytes]
-
 
 class RunningDigest(Protocol):
     """A digest of bytes that come in parts; `update` releases the GIL."""
@@ -41,14 +39,7 @@ def new_digest(name: str) -> NewDigest:
     return start
 
 
-def digest_function(name: str) -> Digest:
-    """The function from a contiguous buffer to its digest; errors as `new_digest`."""
-    start = new_digest(name)
-    return lambda data: start(data).digest()
-
-
-def digest_of(function: Digest, array: npt.NDArray[Any]) -> bytes:
+def digest_of(start: NewDigest, array: npt.NDArray[Any]) -> bytes:
     """Digest of the C-order bytes of an array, copied only if it is not contiguous."""
-    if array.size == 0:
-        return function(b"")
-    return function(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return start(flat.view(np.uint8) if flat.size else b"").digest()

@@ -11,7 +11,7 @@ from pytree_ckpt.format.tables import DIGEST_NBYTES, Table
 from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan
 from pytree_ckpt.store import arrays, contents, disk
-from pytree_ckpt.store.digests import digest_function, digest_of
+from pytree_ckpt.store.digests import digest_of, new_digest
 from pytree_ckpt.store.failures import UnreadableError, storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal, Key
 from pytree_ckpt.store.locations import Location
@@ -111,7 +111,7 @@ class _Check:
         self._plan = plan
         self._process = process
         self._codec = options.codec
-        self._digest = digest_function(options.digest)
+        self._new_digest = new_digest(options.digest)
         self._ctx = arrays.context(threads=1)
         self._planned = {key for key, _, _ in _files(data, plan, process)}
 
@@ -134,7 +134,7 @@ class _Check:
         found = []
         for part in Grid(outer.shape, spec.chunk_shape).boxes():
             place = store[part.shifted(outer.start).slices()]
-            found.append(digest_of(self._digest, place.read().result()))
+            found.append(digest_of(self._new_digest, place.read().result()))
         return b"".join(found)
 
     def _piece(self, piece: int) -> bytes:
@@ -150,5 +150,5 @@ class _Check:
         for leaf, shard, at in plan.packed_rows(packed, piece):
             spec = plan.spec(leaf)
             nbytes = spec.shards.box(shard).size * spec.itemsize
-            found.append(digest_of(self._digest, buffer[at : at + nbytes]))
+            found.append(digest_of(self._new_digest, buffer[at : at + nbytes]))
         return b"".join(found)

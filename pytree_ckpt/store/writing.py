@@ -21,7 +21,7 @@ from pytree_ckpt.options import SaveOptions
 from pytree_ckpt.plan.saving import SavePlan
 from pytree_ckpt.store import arrays, contents
 from pytree_ckpt.store.budget import ByteBudget
-from pytree_ckpt.store.digests import Digest, digest_function, digest_of, new_digest
+from pytree_ckpt.store.digests import digest_of, new_digest
 from pytree_ckpt.store.failures import storage_errors
 from pytree_ckpt.store.journal import PACKED, Journal
 from pytree_ckpt.store.linking import Base
@@ -74,7 +74,6 @@ class Writer:
         self._codec = options.codec
         self._boxes: dict[tuple[int, int], Box] = {}
         self._new_digest = new_digest(options.digest)
-        self._digest: Digest = digest_function(options.digest)
         self._lock = threading.Lock()
         self._budget = ByteBudget(options.max_inflight_bytes, on_write)
         self._ctx = arrays.context(threads=self._threads)
@@ -255,7 +254,7 @@ class Writer:
         """The digests of the chunks of a shard."""
         with self._clock.stage("hash"):
             grid = Grid(source.shape, spec.chunk_shape)
-            found = [digest_of(self._digest, source[b.slices()]) for b in grid.boxes()]
+            found = [digest_of(self._new_digest, source[b.slices()]) for b in grid.boxes()]
         return b"".join(found)
 
     def _link(self, base: Base, leaf: int, shard: int, source: npt.NDArray[Any]) -> bytes | None:
@@ -341,7 +340,7 @@ class Writer:
             if at > end:
                 run.append(memoryview(bytes(at - end)))
             middle = time.perf_counter()
-            found.append(self._digest(flat))
+            found.append(self._new_digest(flat).digest())
             hashed += time.perf_counter() - middle
             viewed += middle - started
             run.append(flat)

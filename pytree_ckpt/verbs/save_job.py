@@ -20,7 +20,7 @@ from pytree_ckpt.plan import agreement
 from pytree_ckpt.plan.retention import checked_metrics
 from pytree_ckpt.plan.saving import SavePlan, plan_save
 from pytree_ckpt.progress import showing
-from pytree_ckpt.store.digests import digest_function, digest_of
+from pytree_ckpt.store.digests import digest_of, new_digest
 from pytree_ckpt.store.linking import Base
 from pytree_ckpt.store.locations import Location, PathLike, locate
 from pytree_ckpt.store.reading import CheckpointReader
@@ -233,11 +233,11 @@ class SaveJob:
 
     def _intent(self) -> bytes:
         """What this process is about to save, to be compared."""
-        digest = digest_function(self._options.digest)
+        start = new_digest(self._options.digest)
         specs = self._draft.leaf_specs
         with self.clock.stage("compare"):
             contents = {
-                leaf: digest_of(digest, self._views(leaf, whole(spec.shape)))
+                leaf: digest_of(start, self._views(leaf, whole(spec.shape)))
                 for leaf in self._copied
                 if (spec := specs[leaf]) is not None
             }
