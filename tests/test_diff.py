@@ -1,5 +1,6 @@
 """`diff` says all that differs between two checkpoints, and reads no more than it must."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -241,6 +242,28 @@ def gap(a: complex, b: complex) -> float:
     if a == b or (a != a and b != b):
         return 0.0
     return float(abs(a - b))
+
+
+NEAR = [s * (1 << bits) + by for s in (1, -1) for bits in (0, 11, 53, 63) for by in (-1, 0, 1)]
+
+
+def elements(name: str) -> list[Any]:
+    """Numbers of a dtype that are equal to those of another, or almost."""
+    low, high = dtypes.int_limits(name) if "int" in name else (-math.inf, math.inf)
+    beside = [math.nan, math.inf, 0.1] if dtypes.kind_of(name) in ("float", "complex") else []
+    with np.errstate(over="ignore"):
+        return np.array([n for n in NEAR if low <= n <= high] + beside, name).tolist()
+
+
+@pytest.mark.parametrize(("name", "other"), list(itertools.permutations(NUMBERS, 2)))
+def test_numbers_of_two_dtypes_differ_as_python_says(name: str, other: str) -> None:
+    pairs = list(itertools.product(elements(name), elements(other)))
+    a, b = zip(*pairs, strict=True)
+    found = compare_elements(np.array(a, name), np.array(b, other), start=(0,), are_numbers=True)
+    unlike = [x != y and not (x != x and y != y) for x, y in pairs]
+    assert found is not None
+    assert found.count == sum(unlike)
+    assert unlike[found.at[0]]
 
 
 @pytest.mark.parametrize("name", [n for n in dtypes.names() if n not in ("bool", "uint1")])

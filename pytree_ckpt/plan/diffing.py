@@ -244,20 +244,27 @@ def _differ(a: Array, b: Array) -> npt.NDArray[np.bool_]:
 
 
 def _gaps(a: Array, b: Array) -> npt.NDArray[np.float64]:
-    """Absolute differences; 0 between two NaNs and between equal infinities."""
-    kinds = {_kind_of(a), _kind_of(b)}
-    if kinds <= {"int", "bool"} and (a.dtype == np.uint64) == (b.dtype == np.uint64):
-        wide = np.uint64 if a.dtype == np.uint64 else np.int64
-        x, y = a.astype(wide), b.astype(wide)
-        # Modulo 2**64 the difference of the greater and the smaller is exact.
-        gaps = np.maximum(x, y).view(np.uint64) - np.minimum(x, y).view(np.uint64)
-        return gaps.astype(np.float64)
-    wide_float = np.complex128 if "complex" in kinds else np.float64
-    u, v = a.astype(wide_float), b.astype(wide_float)
+    """Absolute differences; 0 between equal numbers only, and between two NaNs."""
+    (u, rest_u), (v, rest_v) = _as_floats(a), _as_floats(b)
     with np.errstate(all="ignore"):
-        same = (u == v) | (np.isnan(u) & np.isnan(v))
-        return np.where(same, 0.0, np.abs(u - v))
+        same = ((u == v) & (rest_u == rest_v)) | (np.isnan(u) & np.isnan(v))
+        return np.where(same, 0.0, np.abs((u - v) + (rest_u - rest_v)))
 
 
-def _kind_of(array: Array) -> str:
-    return dtypes.kind_of(dtypes.name_of(array.dtype) or "float64")
+def _as_floats(array: Array) -> tuple[Array, Array]:
+    """Two wide floats for each element, whose exact sum it is: no float holds all 64 bits.
+
+    The first of an integer is nearer to zero, and is zero for a small one; so the difference of
+    two numbers that are almost equal is not rounded.
+    """
+    kind = dtypes.kind_of(dtypes.name_of(array.dtype) or "float64")
+    if kind == "int":
+        whole = array.astype(np.uint64 if array.dtype == np.uint64 else np.int64)
+        rest = np.fmod(whole, whole.dtype.type(_REST))
+        return (whole - rest).astype(np.float64), rest.astype(np.float64)
+    wide = array.astype(np.complex128 if kind == "complex" else np.float64)
+    return wide, np.zeros(wide.shape)
+
+
+_REST = 1 << 11
+"""A multiple of it, below 2**64, has at most the 53 bits that a float holds."""
