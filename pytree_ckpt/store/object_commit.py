@@ -7,7 +7,9 @@ who won. There are no temporary names, nothing is renamed, and an object is dura
 Who is alive is said by `writer.<nonce>`, which a save writes first and deletes last. Whoever
 reclaims the data of a save that seems dead overwrites that object, then looks whether the manifest
 names the data; the save puts its manifest, then looks whether `writer.<nonce>` is still its own.
-One of the two sees the other, so that no checkpoint is left without its data.
+One of the two sees the other, so that no checkpoint is left without its data. A save that was
+taken for dead when its manifest was on its way puts back the one before, so nothing is removed in
+favour of a manifest whose `writer.<nonce>`, or whose data, says that this may yet come.
 """
 
 import contextlib
@@ -35,7 +37,7 @@ from pytree_ckpt.store.objects import ABSENT, Objects
 _OWN = re.compile(
     rf"(?:writer\.|data-)([0-9a-f]{{32}})(?:$|/(?:{'|'.join(sorted(DATA_ENTRIES))})/)", re.ASCII
 )
-_TAKEN = b"taken over"
+_TAKEN = b"taken over "
 DEAD_AFTER_S = 24 * 3600.0
 """A save that is older than this is dead, for a save to the same place; a manager need not wait."""
 
@@ -210,7 +212,8 @@ class ObjectAttempt:
         if self._in_doubt:
             return
         with contextlib.suppress(OSError):
-            if self._objects.read(self._writer)[0] not in (self._mark, _TAKEN, None):
+            mark, _ = self._objects.read(self._writer)
+            if mark not in (self._mark, None) and not mark.startswith(_TAKEN):
                 return  # Another process copies the same checkpoint here.
             if _named(self._objects, self._key) not in (self.nonce, _UNKNOWN):
                 self._objects.remove_below(f"{self._key}/{data_dir(self.nonce)}/")
@@ -236,8 +239,8 @@ def reclaim(objects: Objects, key: str, names: Iterable[str], *, take_over: bool
     states = {nonce: _state(objects, key, nonce, take_over) for nonce in sorted(nonces)}
     # Only now: a save that was alive when it was looked at may have committed since.
     named = _named(objects, key)
-    if named == _UNKNOWN or states.get(named or "") == "taken":
-        # It will see that it was taken for dead, and put back what it replaced: that must stay.
+    if named is not None and states.get(named) != "dead":
+        # Its writer may yet see that it was taken for dead, and put back what it replaced.
         return
     for nonce in (nonce for nonce, state in states.items() if state != "alive"):
         if nonce != named:
@@ -248,20 +251,26 @@ def reclaim(objects: Objects, key: str, names: Iterable[str], *, take_over: bool
 def _state(
     objects: Objects, key: str, nonce: str, take_over: bool
 ) -> Literal["alive", "dead", "taken"]:
-    """Whether anybody writes this data; of what is taken over by this call nobody can commit it."""
+    """Whether anybody writes this data; what is taken over, be it by this call, cannot commit.
+
+    It may yet put its manifest, and take it back, until it has been taken over for long.
+    """
     mark, _ = objects.read(_writer(key, nonce))
-    if mark is None or mark == _TAKEN:
+    if mark is None:
         return "dead"
-    if not take_over and time.time() - _since(mark) < DEAD_AFTER_S:
+    is_old = time.time() - _since(mark) >= DEAD_AFTER_S
+    if mark.startswith(_TAKEN):
+        return "dead" if is_old else "taken"
+    if not (take_over or is_old):
         return "alive"
-    objects.put(_writer(key, nonce), _TAKEN)
+    objects.put(_writer(key, nonce), _TAKEN + json.dumps({"since": time.time()}).encode())
     return "taken"
 
 
 def _since(mark: bytes) -> float:
-    """When a save began; one that cannot be read began now."""
+    """When a save began, or was taken over; one that cannot be read began now."""
     try:
-        return float(json.loads(mark)["since"])
+        return float(json.loads(mark.removeprefix(_TAKEN))["since"])
     except (ValueError, KeyError, TypeError):
         return time.time()
 
