@@ -62,12 +62,14 @@ def _why_not_found(path: Path) -> str:
 
 
 _ORBAX = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
+_MOST_LOOKED_INTO = 1000
+"""Of the names in a folder: an error need not wait for a share with a million of them."""
 
 
 def _listed(folder: Path, marks: Iterable[str]) -> str:
     """The folders that have one of these files, a few of them by name."""
     try:
-        names = sorted(os.listdir(folder))
+        names = sorted(os.listdir(folder))[:_MOST_LOOKED_INTO]
     except OSError:
         return ""
     # `os.path.isfile` is False also where one may not look.
