@@ -101,13 +101,19 @@ class Sigterm:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # It does not log: it may have interrupted a write to the very stream of the log.
+        if not self._is_heard():
+            signal.raise_signal(signal.SIGTERM)
+
+    def _is_heard(self) -> bool:
+        """Note it, and have those note it that listened before; whether any still listens.
+
+        None does in a fork, such as a worker that loads data.
+        """
         self._came = self.is_open = True
         self._put_back()
-        is_other = isinstance(getattr(self._before, "__self__", None), Sigterm)
-        if is_other or self._listener != os.getpid():
-            # Another manager is to hear it too; or nobody listens any more; or this is a fork, such
-            # as a worker that loads data.
-            signal.raise_signal(signal.SIGTERM)
+        before = getattr(self._before, "__self__", None)
+        is_heard_before = isinstance(before, Sigterm) and before._is_heard()
+        return is_heard_before or self._listener == os.getpid()
 
     def release(self) -> None:
         """Listen no more, and put back the handler that was there, unless there is another."""
