@@ -3,6 +3,7 @@
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import pytree_ckpt as pc
 from pytree_ckpt.format import dtypes
+from pytree_ckpt.jaxio import targets
 from tests.bitwise import assert_same, bits_of, struct_of
 
 P = PartitionSpec
@@ -330,6 +332,20 @@ def test_a_struct_of_64_bits_is_refused_for_a_host_array_too(tmp_path: Path) -> 
         pc.load(tmp_path / "ckpt", {"w": jax.ShapeDtypeStruct((1,), np.int64)})
     with pytest.raises(pc.MismatchError, match="saved int64, wanted int32"):
         pc.load(tmp_path / "ckpt", {"w": jax.ShapeDtypeStruct((1,), np.int32)})
+
+
+def test_a_device_without_memory_is_no_dtype_that_jax_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"w": jnp.ones(2)}
+    pc.save(tmp_path / "ckpt", tree)
+    targets._has_dtype.cache_clear()
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", Mock(side_effect=full))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            pc.load(tmp_path / "ckpt", tree)
+    assert_same(pc.load(tmp_path / "ckpt", tree), tree)
 
 
 @pytest.mark.parametrize("name", sorted(MAY_BE_UNKNOWN_TO_JAX & set(dtypes.names())))
