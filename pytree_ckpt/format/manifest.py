@@ -39,6 +39,11 @@ def data_dir(nonce: str) -> str:
     return f"data-{nonce}"
 
 
+def is_data_dir(name: str) -> bool:
+    """Whether a folder of this name is one that `data_dir` names."""
+    return name.startswith("data-") and _NONCE.fullmatch(name, len("data-")) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRef:
     """Size and sha256 of the table of one process."""

@@ -5,20 +5,18 @@ A save writes only below a fresh `data-<nonce>/`. The checkpoint appears when it
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pytree_ckpt.errors import CheckpointError, ExistsError, FormatError, NotFoundError
 from pytree_ckpt.format import manifest_file, wire
-from pytree_ckpt.format.manifest import DATA_ENTRIES, MANIFEST_FILE, Manifest, data_dir
-from pytree_ckpt.store import disk
+from pytree_ckpt.format.manifest import DATA_ENTRIES, MANIFEST_FILE, Manifest, data_dir, is_data_dir
+from pytree_ckpt.store import absence, disk
 
-_DATA_DIR = re.compile(r"data-[0-9a-f]{32}", re.ASCII)
 _TEMPORARY = re.compile(r"manifest\.[0-9a-f]{32}\.tmp", re.ASCII)
 
 
@@ -34,7 +32,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         data = disk.read_file(file, max_nbytes=wire.MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFoundError(_why_not_found(path)) from None
+        raise NotFoundError(absence.why_not_found(path)) from None
     except OSError as error:
         if error.errno in disk.NO_FILE and path.is_dir():
             raise FormatError(f"{file} is not a regular file") from None
@@ -42,54 +40,9 @@ def read_manifest(path: Path) -> Manifest:
     return manifest_file.from_bytes(data, what=str(file))
 
 
-def _why_not_found(path: Path) -> str:
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):  # also when it goes at this moment
-        if path.exists() and not path.is_dir():
-            return f"{path} is a file, a checkpoint is a folder{_importer([path.name])}"
-        beside = _listed(path.parent, [MANIFEST_FILE])
-        return f"there is nothing at {path}" + (f"; beside it are {beside}" if beside else "")
-    if any(_DATA_DIR.fullmatch(name) for name in names):
-        return f"{path} holds a save that has not committed: it is under way, or it died"
-    if not _ORBAX.isdisjoint(names):
-        return f"{path} is a checkpoint of orbax{_importer(names)}"
-    if inside := _listed(path, [MANIFEST_FILE]):
-        return f"{path} is no checkpoint, but has checkpoints in it: {inside}"
-    if inside := _listed(path, _ORBAX):
-        return f"{path} is no checkpoint, but has checkpoints of orbax in it: {inside}"
-    return f"{path} is not a checkpoint: it has no {MANIFEST_FILE}{_importer(names)}"
-
-
-_ORBAX = frozenset({"_METADATA", "_CHECKPOINT_METADATA"})
-_MOST_LOOKED_INTO = 1000
-"""Of the names in a folder: an error need not wait for a share with a million of them."""
-
-
-def _listed(folder: Path, marks: Iterable[str]) -> str:
-    """The folders that have one of these files, a few of them by name."""
-    try:
-        names = sorted(os.listdir(folder))[:_MOST_LOOKED_INTO]
-    except OSError:
-        return ""
-    # `os.path.isfile` is False also where one may not look.
-    have = (n for n in names if any(os.path.isfile(folder / n / mark) for mark in marks))
-    found = list(itertools.islice(have, 6))
-    return ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
-
-
-def _importer(names: Iterable[str]) -> str:
-    """What makes a checkpoint of the files of another program."""
-    for name in names:
-        kind = "orbax" if name in _ORBAX else name.rpartition(".")[2]
-        if kind in ("orbax", "safetensors", "npz"):
-            return f"; import_{kind} converts it"
-    return ""
-
-
 def data_folders(path: Path) -> list[Path]:
     """The folders in which saves to this place have put their data."""
-    return [path / name for name in os.listdir(path) if _DATA_DIR.fullmatch(name)]
+    return [path / name for name in os.listdir(path) if is_data_dir(name)]
 
 
 def is_committed(path: Path) -> bool:
@@ -393,7 +346,7 @@ def reclaim(path: Path, *, keep: str | None = None) -> None:
 
 def _reclaim(path: Path, keep: str | None) -> None:
     names = os.listdir(path)
-    data = [n for n in names if _DATA_DIR.fullmatch(n) and n != keep]
+    data = [n for n in names if is_data_dir(n) and n != keep]
     temporary = [n for n in names if _TEMPORARY.fullmatch(n)]
     if not temporary and len(data) <= is_committed(path):
         return
