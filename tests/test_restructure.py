@@ -201,10 +201,21 @@ def test_the_first_rule_that_takes_a_leaf_says_where_it_goes(tmp_path: Path) -> 
     [
         ({"a": "b"}, "b  b and a both come here"),
         ({"a": "c", "b": "c"}, "c  a and b both come here"),
+        ({"a": "c/07", "b": "c/7"}, "c/7  a and b both come here"),
+        ({"a": "c%d", "b": "c%25d"}, "c%25d  a and b both come here"),
         ({"a": "b/x"}, "b/x  a comes below the leaf b"),
+        ({"a": "%62/x"}, "b/x  a comes below the leaf b"),
         ({"a": ""}, "b  b comes below the leaf (root)"),
     ],
-    ids=["onto a leaf", "two onto one", "below a leaf", "onto the root"],
+    ids=[
+        "onto a leaf",
+        "two onto one",
+        "two onto one number",
+        "two onto one key",
+        "below a leaf",
+        "below a leaf that is written in another way",
+        "onto the root",
+    ],
 )
 def test_a_path_gets_one_leaf(tmp_path: Path, rename: dict[str, str], reason: str) -> None:
     pc.save(tmp_path / "c", {"a": 1, "b": 2})

@@ -9,7 +9,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pytree_ckpt.errors import Mismatch, MismatchError
 from pytree_ckpt.format.manifest import Leaf, Manifest
@@ -233,9 +233,7 @@ class _Restructuring:
         if not (what.renamed or what.stacked or what.unstacked or what.empties):
             self._wrong.append(self._takes_nothing(rule))
         for leaf, text in what.renamed:
-            path = self._keys.path(text, leaf.path)
-            moved = dataclasses.replace(leaf, path=path, text=text)
-            self._moved.append(Source(leaf=moved, parts=(leaf,)))
+            self._moved.append(Source(leaf=self._put(leaf, text), parts=(leaf,)))
         for text, parts in what.stacked.items():
             self._stack(rule, text, sorted(parts, key=lambda part: part[0]))
         extent = 0
@@ -265,15 +263,15 @@ class _Restructuring:
         if why_not:
             self._wrong.append(rule.wrong(why_not, path=text))
             return
-        path, place = self._keys.path(text, first.path), first.array.sharding
+        place, moved = first.array.sharding, self._put(first, text, spec=spec, name=None)
         self._moved.append(
             Source(
-                leaf=dataclasses.replace(first, path=path, text=text, spec=spec, name=None),
+                leaf=moved,
                 parts=leaves,
                 is_stack=True,
                 relayout=tuple(
                     _relayout(
-                        text,
+                        moved.text,
                         f"{first.text} is saved as {place_text(place)}, "
                         f"and {leaf.text} as {place_text(leaf.array.sharding)}",
                     )
@@ -300,16 +298,21 @@ class _Restructuring:
         spec = stacking.index_of(whole)
         for index in range(whole.shape[0]):
             text = rule.right.fill(found, str(index))
-            path = self._keys.path(text, leaf.path)
+            moved = self._put(leaf, text, spec=spec, name=None)
             self._moved.append(
                 Source(
-                    leaf=dataclasses.replace(leaf, path=path, text=text, spec=spec, name=None),
+                    leaf=moved,
                     parts=(leaf,),
                     index=index,
-                    relayout=(_relayout(text, why),) if cut else (),
+                    relayout=(_relayout(moved.text, why),) if cut else (),
                 )
             )
         return whole.shape[0]
+
+    def _put(self, leaf: Leaf, text: str, **form: Any) -> Leaf:
+        """A leaf at the path that a rule says; its text is the one text that the path has."""
+        path = self._keys.path(text, leaf.path)
+        return dataclasses.replace(leaf, path=path, text=to_text(path), **form)
 
     def _check_distinct(self, sources: Sequence[Source]) -> None:
         """Two leaves at one path, and leaves below a leaf."""
