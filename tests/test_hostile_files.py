@@ -772,6 +772,31 @@ def test_a_table_claimed_to_be_huge_bears_out_nothing(base: Checkpoint, tmp_path
         pc.read_manifest(path)
 
 
+def test_more_processes_than_can_be_listed_have_no_values(base: Checkpoint, tmp_path: Path) -> None:
+    path = base.craft(tmp_path / "ckpt", manifest=set_("process_count", to=HUGE))
+    with pc.open(path) as found, pytest.raises(pc.FormatError, match="lack values of leaf 13"):
+        found["own"]
+
+
+def test_an_array_in_more_shards_than_can_be_listed_is_not_converted(
+    base: Checkpoint, tmp_path: Path
+) -> None:
+    """A chunk of 1 PiB takes a few bytes of a manifest, and millions of files."""
+
+    def manifest(content: Content) -> None:
+        one_leaf(content)
+        content["tree"] = {"kinds": b"\0", "counts": bytes(4), "key_kinds": b"", "keys": []}
+        content["arrays"] = [spec_of(base.manifest, "array") | claimed]
+        content.update(leaves=bytes(4), names=["a"], values=[])
+
+    extent = {"shape": [2**50], "shard_shape": [2**50], "chunk_shape": [2**50]}
+    claimed = {"kind": "numpy", "sharding": None, "dtype": "uint8", **extent}
+    path = base.craft(tmp_path / "ckpt", manifest=manifest)
+    with pytest.raises(pc.CheckpointError, match="cut into 33554432 shards, more than 1048576"):
+        pc.convert(path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_more_chunks_than_64_bits_count_are_refused(base: Checkpoint, tmp_path: Path) -> None:
     """Sixteen arrays of 2**60 chunks: their sum, cut to 64 bits, is zero."""
 

@@ -20,6 +20,7 @@ from pytree_ckpt.format.shardings import (
     Single,
     Tiled,
     cell_of,
+    devices_of,
     holders,
     same_layout,
 )
@@ -270,6 +271,12 @@ def test_a_tiled_sharding_is_its_cell_and_the_cells_of_its_devices() -> None:
     assert holders(plain, (4, 4)) == {0: [5, 7], 1: [4, 6]}
     with pytest.raises(ValueError, match="one cell for each device"):
         Tiled(name="Other", cell=(2,), cells=(0, 1), device_ids=(0,))
+
+
+def test_devices_are_found_among_more_cells_than_can_be_counted() -> None:
+    tiled = Tiled(name="X", cell=(1,), cells=(0, 7), device_ids=(3, 2))
+    found = [devices_of(tiled, (1 << 60,), Box((a,), (1 << 60,))) for a in (0, 1, 8)]
+    assert found == [(2, 3), (2,), ()]
 
 
 def test_shardings_read_as_a_person_writes_them(mesh_4x2: jax.sharding.Mesh) -> None:

@@ -214,9 +214,12 @@ def devices_of(sharding: Sharding | None, shape: Shape, box: Box) -> tuple[int, 
         >>> devices_of(Named(mesh=mesh, spec=(("x",),)), (8,), Box((0,), (3,)))
         (4,)
     """
-    held = holders(sharding, shape)
-    cells = Grid(shape, cell_of(sharding, shape)).overlapping(box)
-    return tuple(sorted({device for cell in cells for device in held.get(cell, ())}))
+    if not box.size:
+        return ()
+    grid = Grid(shape, cell_of(sharding, shape))
+    # Cell by cell that is held: a manifest may claim more cells than anybody can count.
+    held = holders(sharding, shape).items()
+    return tuple(sorted({d for cell, ids in held if grid.box(cell).intersect(box) for d in ids}))
 
 
 def _named_holders(sharding: Named, ndim: int) -> dict[int, list[int]]:

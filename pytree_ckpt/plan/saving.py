@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pytree_ckpt.errors import CheckpointError
 from pytree_ckpt.format import dtypes
 from pytree_ckpt.format.arrays import ArrayKind, ArraySpec
 from pytree_ckpt.format.boxes import Grid, Shape
@@ -15,6 +16,8 @@ from pytree_ckpt.format.tables import Ints, Packed
 from pytree_ckpt.format.zarr import PACKED_ALIGNMENT
 from pytree_ckpt.plan import chunking
 
+MAX_SHARDS = 1 << 20
+"""Most shards of one array: a plan lists them, and an array may be what a manifest claims."""
 PACKED_CHUNK_NBYTES = 1 << 20
 PACKED_SHARD_NBYTES = 16 << 20
 
@@ -120,7 +123,11 @@ _NONE: Ints = np.zeros(0, np.int64)
 def store(
     form: ArrayForm, process_of: Mapping[int, int], codec: str
 ) -> tuple[ArraySpec, list[tuple[Ints, list[int]]]]:
-    """How a form is stored, and for each device shard its zarr shards and who holds them."""
+    """How a form is stored, and for each device shard its zarr shards and who holds them.
+
+    Raises:
+        CheckpointError: In more shards than `MAX_SHARDS`.
+    """
     itemsize = int(dtypes.dtype_of(form.dtype).itemsize)
     cell = cell_of(form.sharding, form.shape)
     who = {
@@ -152,6 +159,10 @@ def store(
         key_impl=form.key_impl,
         key_ndim=form.key_ndim,
     )
+    if spec.num_shards > MAX_SHARDS:
+        raise CheckpointError(
+            f"{spec.describe()} would be cut into {spec.num_shards} shards, more than {MAX_SHARDS}"
+        )
     if empty:
         return spec, []
     cells, grid = Grid(form.shape, cell), spec.shards

@@ -84,9 +84,11 @@ class CheckpointReader:
             for (at, process), value in table.per_process.items()
             if at == leaf
         }
-        if sorted(found) != list(range(self.manifest.process_count)):
+        # Counted first: what a manifest says of processes is not to be listed.
+        count = self.manifest.process_count
+        if len(found) != count or sorted(found) != list(range(count)):
             raise FormatError(f"the tables lack values of leaf {leaf}, which each process has")
-        return [found[process] for process in range(self.manifest.process_count)]
+        return [found[process] for process in range(count)]
 
     @cached_property
     def index(self) -> ShardIndex:
