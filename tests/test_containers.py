@@ -349,6 +349,12 @@ def test_a_node_that_changes_while_it_is_looked_at_is_refused(tmp_path: Path) ->
     assert not (tmp_path / "ckpt").exists()
 
 
+def test_paths_that_no_reader_takes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(pc.CheckpointError, match="paths of a tree have more than 134217728"):
+        pc.save(tmp_path / "ckpt", {"k" * (1 << 20): dict.fromkeys(range(200), 1)})
+    assert not (tmp_path / "ckpt").exists()
+
+
 def test_a_node_that_contains_itself_is_refused(tmp_path: Path) -> None:
     tree: list[Any] = [leaf(1)]
     tree += [tree, tree]

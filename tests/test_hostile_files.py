@@ -454,6 +454,9 @@ HOSTILE_MANIFESTS: dict[str, Change] = {
     "key of digits that are none": tree([2, 0], [1, 0], [1], [b"12x"]),
     "key of many digits": tree([2, 0], [1, 0], [1], [b"9" * 5000]),
     "deeper than any tree": lambda c: (one_leaf(c), c.update(tree=deep_tree(257))),
+    "paths that are far longer than the file": tree(
+        [2, 2] + [0] * 200, [1, 200] + [0] * 200, [0] + [1] * 200, ["k" * MIB, *range(200)]
+    ),
     "very deep": lambda c: (one_leaf(c), c.update(tree=deep_tree(100_000))),
     # meshes and shardings
     "mesh of size 0": set_("meshes", 0, "axis_sizes", to=[0, 2]),

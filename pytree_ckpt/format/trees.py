@@ -23,6 +23,8 @@ NODE_KINDS: tuple[NodeKind, ...] = (
 )
 MAX_DEPTH = 256
 """Deepest nesting of containers that is saved or read."""
+MAX_PATH_CHARS = 1 << 27
+"""Most characters of the keys in the paths of all nodes: a long key is in each path below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Tree:
     def __post_init__(self) -> None:
         if not self.kinds or not len(self.kinds) == len(self.counts) == len(self.keys):
             raise ValueError("the columns of a tree differ in length")
-        open_nodes: list[tuple[int, set[tuple[bool, str | int]]]] = []
+        open_nodes: list[tuple[int, set[tuple[bool, str | int]], int]] = []
+        total = 0
         for at, (kind, count, key) in enumerate(
             zip(self.kinds, self.counts, self.keys, strict=True)
         ):
@@ -51,14 +54,19 @@ class Tree:
                 raise ValueError("a tree has one root")
             if count < 0 or (count and kind in ("leaf", "none")):
                 raise ValueError(f"a {kind} has {count} children")
+            chars = 0
             if key is not None:
-                left, seen = open_nodes[-1]
+                left, seen, above = open_nodes[-1]
                 mark = (isinstance(key.value, str), key.value)
                 if mark in seen:
                     raise ValueError(f"a container has the key {key.value!r} twice")
                 seen.add(mark)
-                open_nodes[-1] = (left - 1, seen)
-            open_nodes.append((count, set()))
+                open_nodes[-1] = (left - 1, seen, above)
+                chars = above + 1 + len(str(key.value))
+            total += chars
+            if total > MAX_PATH_CHARS:
+                raise ValueError(f"the paths of a tree have more than {MAX_PATH_CHARS} characters")
+            open_nodes.append((count, set(), chars))
             if len(open_nodes) > MAX_DEPTH:
                 raise ValueError(f"containers are nested deeper than {MAX_DEPTH}")
             while open_nodes and open_nodes[-1][0] == 0:

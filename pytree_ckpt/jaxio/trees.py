@@ -47,7 +47,10 @@ def flatten(tree: Any) -> FlatTree:
         return FlatTree(
             tree=one, paths=walk.paths, leaves=walk.leaves, treedef=None, refused=walk.refused
         )
-    structure = Tree(tuple(walk.kinds), tuple(walk.counts), tuple(walk.keys))
+    try:
+        structure = Tree(tuple(walk.kinds), tuple(walk.counts), tuple(walk.keys))
+    except ValueError as error:
+        raise CheckpointError(f"no checkpoint can hold the tree: {error}") from None
     return FlatTree(tree=structure, paths=walk.paths, leaves=leaves, treedef=treedef, refused=[])
 
 
