@@ -377,6 +377,9 @@ HOSTILE_MANIFESTS: dict[str, Change] = {
     # what it asks of the reader
     "an unknown feature": set_("required", to=["warp"]),
     "features that are not text": set_("required", to=[1]),
+    # keys of maps
+    "metrics named by bytes": set_("metrics", to={b"loss": 1.0}),
+    "metadata with a key of bytes": set_("metadata", to=[{"run": {b"a": 1}}]),
     # paths
     "nonce with a slash": set_("nonce", to="../../../../tmp/" + "0" * 16),
     "nonce of dots": set_("nonce", to=".." + "0" * 30),

@@ -34,8 +34,8 @@ def decode(data: bytes, *, what: str) -> Any:
     """The value of one msgpack object that fills `data`.
 
     Raises:
-        FormatError: Not msgpack, trailing bytes, an extension type, a duplicate key, a count or
-            a depth beyond the limits.
+        FormatError: Not msgpack, trailing bytes, an extension type, a key that is no text or is
+            there twice, a count or a depth beyond the limits.
     """
     _check_extent(data, what)
     limit = min(len(data), MAX_ITEMS)
@@ -45,7 +45,7 @@ def decode(data: bytes, *, what: str) -> Any:
             raw=False,
             use_list=True,
             strict_map_key=True,
-            object_pairs_hook=without_duplicates,
+            object_pairs_hook=_map,
             ext_hook=_no_extension,
             max_array_len=limit,
             max_map_len=limit,
@@ -53,6 +53,12 @@ def decode(data: bytes, *, what: str) -> Any:
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FormatError(f"{what} is not valid: {str(error) or type(error).__name__}") from None
+
+
+def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    if not all(isinstance(key, str) for key, _ in pairs):
+        raise ValueError("a map has a key that is no text")
+    return without_duplicates(pairs)
 
 
 def without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
