@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from pytree_ckpt.store import arrays
 from pytree_ckpt.store.workers import Batch, Workers
 from tests.gates import PATIENCE_S
 
@@ -92,3 +93,10 @@ def test_who_is_interrupted_while_threads_start_leaves_none_behind(
     for thread in started:
         thread.join(PATIENCE_S)
     assert [thread.is_alive() for thread in started] == [False, False]
+
+
+def test_the_threads_of_tensorstore_outlive_a_read_and_its_cache_does_not() -> None:
+    one, other = (arrays.context(threads=2) for _ in range(2))
+    for pool in ("data_copy_concurrency", "file_io_concurrency"):
+        assert one[pool] == other[pool] != arrays.context(threads=3)[pool]
+    assert one["cache_pool"] != other["cache_pool"]

@@ -1,5 +1,6 @@
 """Zarr arrays through TensorStore, opened from what the manifest says and never from a file."""
 
+import functools
 import math
 from typing import Any
 
@@ -21,11 +22,25 @@ def context(*, threads: int) -> ts.Context:
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": 0},
-            "data_copy_concurrency": {"limit": threads},
-            "file_io_concurrency": {"limit": max(4, 2 * threads)},
             "file_io_sync": True,
             # Each name is written by one writer, in a folder that nobody else writes to.
             "file_io_locking": {"mode": "none"},
+        },
+        _pools(threads),
+    )
+
+
+@functools.cache
+def _pools(threads: int) -> ts.Context:
+    """TensorStore's threads, which stay as long as the process.
+
+    Whoever hands them a task touches them once more when it, and all that waits for it, may be
+    done. If they went with the last store that uses them, that would be memory that is gone.
+    """
+    return ts.Context(
+        {
+            "data_copy_concurrency": {"limit": threads},
+            "file_io_concurrency": {"limit": max(4, 2 * threads)},
         }
     )
 
