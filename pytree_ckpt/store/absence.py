@@ -19,27 +19,27 @@ def why_not_found(path: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):  # also when it goes at this moment
         if path.exists() and not path.is_dir():
             return f"{path} is a file, a checkpoint is a folder{_importer([path.name])}"
-        beside = _listed(path.parent, [MANIFEST_FILE])
+        try:
+            beside = _listed(path.parent, os.listdir(path.parent), [MANIFEST_FILE])
+        except OSError:
+            beside = ""
         return f"there is nothing at {path}" + (f"; beside it are {beside}" if beside else "")
     if any(is_data_dir(name) for name in names):
         return f"{path} holds a save that has not committed: it is under way, or it died"
     if not _ORBAX.isdisjoint(names):
         return f"{path} is a checkpoint of orbax{_importer(names)}"
-    if inside := _listed(path, [MANIFEST_FILE]):
+    if inside := _listed(path, names, [MANIFEST_FILE]):
         return f"{path} is no checkpoint, but has checkpoints in it: {inside}"
-    if inside := _listed(path, _ORBAX):
+    if inside := _listed(path, names, _ORBAX):
         return f"{path} is no checkpoint, but has checkpoints of orbax in it: {inside}"
     return f"{path} is not a checkpoint: it has no {MANIFEST_FILE}{_importer(names)}"
 
 
-def _listed(folder: Path, marks: Iterable[str]) -> str:
-    """The folders that have one of these files, a few of them by name."""
-    try:
-        names = sorted(os.listdir(folder))[:_MOST_LOOKED_INTO]
-    except OSError:
-        return ""
+def _listed(folder: Path, names: Iterable[str], marks: Iterable[str]) -> str:
+    """Which of the folders in a folder have one of these files, a few of them by name."""
+    looked_into = sorted(names)[:_MOST_LOOKED_INTO]
     # `os.path.isfile` is False also where one may not look.
-    have = (n for n in names if any(os.path.isfile(folder / n / mark) for mark in marks))
+    have = (n for n in looked_into if any(os.path.isfile(folder / n / mark) for mark in marks))
     found = list(itertools.islice(have, 6))
     return ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
 

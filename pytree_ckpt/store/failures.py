@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_BAD_METADATA = re.compile(r"Error parsing object member \"metadata\"")
 _OS_ERROR = re.compile(r"(?:os_error_code='|\[OS error )(\d+)")
 """As TensorStore 0.1.86 writes it, and as 0.1.76 does."""
 _BY_CURL = {"7": errno.ECONNREFUSED, "28": errno.ETIMEDOUT}
@@ -20,6 +19,7 @@ _BY_STATUS = {
     "UNAVAILABLE": errno.ECONNREFUSED,
     "ABORTED": errno.ECONNABORTED,
 }
+_UNREADABLE = ("DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
 
 
 class UnreadableError(Exception):
@@ -47,13 +47,7 @@ def storage_errors(what: str) -> Iterator[None]:
             curl = _CURL_ERROR.search(message)
             number = _BY_CURL.get(curl[1] if curl else "", _BY_STATUS[status])
             raise _os_error(number, what, message) from None
-        is_damage = status in (
-            "DATA_LOSS",
-            "FAILED_PRECONDITION",
-            "INVALID_ARGUMENT",
-            "OUT_OF_RANGE",
-        )
-        if is_damage or _BAD_METADATA.match(message):
+        if status in _UNREADABLE or message.startswith('Error parsing object member "metadata"'):
             raise UnreadableError(f"{what}: {message}") from None
         raise OSError(errno.EIO, f"{what}: {message}") from None
 
